@@ -92,12 +92,6 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     assert_refused(lambda: load_splits(coco, 0, tmp_path), DataError, "horse", "data.test")
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    write_voc(tmp_path / "voc", examples(1), CLASSES, "trainval")
-    write_voc(tmp_path / "voc", examples(1, "b"), CLASSES, "test")
-    assert_refused(lambda: load_splits(config_of(tmp_path / "voc"), 0, tmp_path), DataError, "1")
-
-
 def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_others(tmp_path: Path) -> None:
     inner, outer = examples(4), examples(4)
     for example in outer:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from helpers.refusals import assert_refused, assert_warned
@@ -15,7 +14,7 @@ pytest.importorskip("torchvision")
 
 from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import DetectionSplits, load_splits
-from metricopt_ext.detection.layouts import as_usual, images_of, part_at, part_in, part_of
+from metricopt_ext.detection.layouts import images_of, part_at, part_in, part_of
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config
@@ -140,11 +139,6 @@ def voc_in_lower_case(root: Path) -> dict[str, str]:
     return {"name": "voc", "root": str(root)}
 
 
-def voc_in_upper_case(root: Path) -> dict[str, str]:
-    voc_tree(root / "set", "ANNOTATIONS", "IMAGES", "ImageSets")
-    return {"name": "voc", "root": str(root)}
-
-
 def voc_lists(root: Path) -> dict[str, str]:
     voc_tree(root, "Annotations", "images", "lists")
     return {"name": "voc", **{name: str(root / f"lists/{name}.txt") for name in NUMBERS}}
@@ -173,7 +167,6 @@ def yolo_by_folders(root: Path) -> dict[str, str]:
 
 
 LAYOUTS: list[Layout] = [
-    coco_as_distributed,
     coco_in_images,
     coco_in_one_folder,
     coco_with_folders_in_names,
@@ -182,9 +175,7 @@ LAYOUTS: list[Layout] = [
     roboflow_coco_by_folders,
     roboflow_voc,
     voc_in_lower_case,
-    voc_in_upper_case,
     voc_lists,
-    yolo,
     roboflow_yolo,
     yolo_by_folders,
 ]
@@ -217,26 +208,38 @@ def test_each_part_has_its_own_images_and_objects(layout: Layout, tmp_path: Path
     assert [line.partition(":")[0] for line in splits.found] == ["train", "validation", "test"]
 
 
-def test_captions_alone_are_refused(tmp_path: Path) -> None:
-    coco_as_distributed(tmp_path)
-    captions = tmp_path / "annotations/captions_val2017.json"
-    captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
-    assert_refused(lambda: part_at(captions).read(), DataError, "captions_val2017.json", "categories")
-    (tmp_path / "annotations/instances_val2017.json").unlink()
-    (tmp_path / "val2017").rename(tmp_path / "elsewhere")
-    assert_refused(lambda: part_of(tmp_path, "val", "coco"), DataError, "'val'", "annotations/")
-
-
-@pytest.mark.parametrize("folders", [("annotations", "images"), ("Annotations", "JPEGImages"), ("", "")])
-def test_a_set_of_voc_s_without_lists_is_divided(tmp_path: Path, folders: tuple[str, str]) -> None:
+def test_a_set_without_parts_is_divided(tmp_path: Path) -> None:
     for number in range(1, 11):
-        write_xml(tmp_path / "set" / folders[0] / f"{number}.xml", number)
-        write_image(tmp_path / "set" / folders[1] / f"{number}.png", number)
+        write_xml(tmp_path / f"set/Annotations/{number}.xml", number)
+        write_image(tmp_path / f"set/JPEGImages/{number}.png", number)
     splits = splits_of(tmp_path, name="voc", root=str(tmp_path / "set"), validation_share=0.2)
     parts = [numbers_of(part) for part in (splits.train, splits.validation, splits.test)]
     assert [len(part) for part in parts] == [6, 2, 2]
     assert sorted(number for part in parts for number in part) == list(range(1, 11))
     assert "2 images held out from train" in splits.found[-1]
+
+
+def test_what_is_missing_or_could_mean_two_things_is_named(tmp_path: Path) -> None:
+    data = roboflow_coco(tmp_path)
+    assert_refused(lambda: part_of(tmp_path, "extra", "coco"), DataError, "extra", "train/", "valid/")
+    assert_refused(lambda: part_at(tmp_path / "nowhere"), DataError, "nowhere")
+    both = DetectionConfig(data=DATA["coco"](**data, train=str(tmp_path / "train")))
+    assert_refused(both.check, ConfigError, "data.root")
+    captions = tmp_path / "train/_annotations.coco.json"
+    captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
+    assert_refused(lambda: part_at(captions).read(), DataError, "_annotations.coco.json", "categories")
+    for name in ("instances_other", "instances_other2017"):
+        write_coco(tmp_path / f"{name}.json", tmp_path / "images", range(1, 3))
+    assert_refused(lambda: part_of(tmp_path, "other", "coco"), DataError, "other")
+
+
+def test_a_yaml_file_around_a_set_is_no_reason_to_take_it_for_yolo_s(tmp_path: Path) -> None:
+    data = roboflow_voc(tmp_path / "set")
+    (tmp_path / "data.yaml").write_text("model: {name: small_fpn}\nseeds: 1\n")
+    part = part_in(tmp_path / "set", "val")
+    assert part is not None
+    assert part.kind == "voc"
+    assert numbers_of(splits_of(tmp_path, **data).validation) == [*NUMBERS["val"]]
 
 
 def test_an_image_in_two_parts_is_found_by_content(tmp_path: Path) -> None:
@@ -269,32 +272,11 @@ def test_another_kind_is_named(layout: Layout, kind: str, other: str, tmp_path: 
     assert_refused(lambda: part_at(path, other), DataError, f"data.name={kind}")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    roboflow_coco(tmp_path)
-    assert_refused(lambda: part_of(tmp_path, "extra", "coco"), DataError, "extra", "train/", "valid/")
-    assert_refused(lambda: part_at(tmp_path / "nowhere"), DataError, "nowhere")
-    (tmp_path / "empty").mkdir()
-    assert_refused(lambda: part_at(tmp_path / "empty"), DataError, "empty", "COCO")
-
-
-def test_two_files_of_a_part_are_not_chosen_between(tmp_path: Path) -> None:
-    for name in ("instances_train", "instances_train2017"):
-        write_coco(tmp_path / f"{name}.json", tmp_path / "images", range(1, 3))
-    assert_refused(lambda: part_of(tmp_path, "train", "coco"), DataError, "train")
-
-
 def test_images_that_are_missing_are_said_of_the_folder_that_has_most(tmp_path: Path) -> None:
     data = coco_as_distributed(tmp_path)
     (tmp_path / "val2017/2.png").unlink()
     assert images_of(tmp_path / "annotations/instances_val2017.json", tmp_path) == tmp_path / "val2017"
     assert_refused(lambda: splits_of(tmp_path, **data), DataError, "val2017", "1", "3", "2.png")
-
-
-def test_parts_are_in_place_of_a_root(tmp_path: Path) -> None:
-    data = coco_by_files(tmp_path)
-    assert_refused(
-        lambda: DetectionConfig(data=DATA["coco"](root=str(tmp_path), **data)).check(), ConfigError, "data.root"
-    )
 
 
 @pytest.mark.parametrize(
@@ -311,31 +293,3 @@ def test_a_key_of_other_data_is_refused_by_their_names(name: str, override: str,
     key = override.partition("=")[0]
     names = (key, f"data.name={bringing}", f"data.name={name}")
     assert_refused(lambda: load_config(DetectionConfig, None, [f"data.name={name}", override]), ConfigError, *names)
-
-
-@pytest.mark.parametrize("layout", [roboflow_coco, roboflow_voc, voc_in_lower_case, yolo, roboflow_yolo])
-def test_a_part_is_recognised_without_its_kind(layout: Layout, tmp_path: Path) -> None:
-    data = layout(tmp_path)
-    part = part_in(tmp_path, "val")
-    assert part is not None
-    assert part.kind == data["name"]
-    assert not as_usual(part)
-    read = part.read(dtype=torch.float64)
-    assert len(read) == len(NUMBERS["val"])
-
-
-def test_voc_s_own_names_go_without_saying(tmp_path: Path) -> None:
-    voc_tree(tmp_path, "Annotations", "JPEGImages", "ImageSets/Main")
-    part = part_in(tmp_path, "test")
-    assert part is not None
-    assert as_usual(part)
-
-
-@pytest.mark.parametrize("name", ["settings.yaml", "data.yaml"])
-def test_a_yaml_file_around_a_set_is_no_reason_to_take_it_for_yolo_s(tmp_path: Path, name: str) -> None:
-    data = roboflow_voc(tmp_path / "set")
-    (tmp_path / name).write_text("model: {name: small_fpn}\nseeds: 1\n")
-    part = part_in(tmp_path / "set", "val")
-    assert part is not None
-    assert part.kind == "voc"
-    assert numbers_of(splits_of(tmp_path, **data).validation) == [*NUMBERS["val"]]

@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
-from metricopt_ext.detection.records import Annotated, inside
+from metricopt_ext.detection.records import Annotated
 from metricopt_ext.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 4, 3)).astype(np.uint8)
@@ -68,15 +68,6 @@ def test_a_size_that_nothing_tells_is_said_with_the_file(tmp_path: Path) -> None
         with pytest.raises(DataError) as caught:
             image_of(tmp_path / name, 0, 0).with_size()
         assert_named(caught, name)
-
-
-def test_what_lies_inside_an_image() -> None:
-    nan = float("nan")
-    boxes = [[-1.0, 2, 3, 9], [1, 1, 2, 2], [4, 0, 5, 2], [1, 2, 1, 3], [2, 2, 1, 1], [nan, 0, 1, 1], [0, 0, 1, nan]]
-    clipped, within = inside(torch.tensor(boxes), 4, 3)
-    assert clipped[within].tolist() == [[0, 2, 3, 3], [1, 1, 2, 2]]
-    assert within.tolist() == [True, True] + [False] * 5
-    assert inside(torch.tensor([[-1.0, 2, 30, 90]]), 0, 0)[0].tolist() == [[0, 2, 30, 90]]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,12 @@ from torchvision.ops import MultiScaleRoIAlign
 from helpers.boxes import naive_iou
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.detection.acting import SIZES
-from metricopt_ext.detection.frozen import FrozenFeatures
-from metricopt_ext.detection.metric import MeanAveragePrecision, MeanF1, detector_metric
+from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.settings import PRESETS, detection_settings, set_on
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.search.settings_stage import SettingsState
-from metricopt_ext.tasks.settings import Setting
 from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 CLASSES = ("red", "green")
@@ -169,15 +164,6 @@ def test_afterwards_everything_is_as_it_was(model: Any) -> None:
         model([torch.zeros(5, 48, 64).double()])  # fails on the way
     assert unchanged(before, held(model))
     assert_same(found_by(model), expected)
-
-
-def test_scales_of_the_first_images_that_are_seen_in_the_block_are_forgotten() -> None:
-    model = made("FasterRCNN")
-    assert model.roi_heads.box_roi_pool.scales is None
-    with detection_settings(model).applied({"size": 1.68}):
-        found_by(model)
-        assert model.roi_heads.box_roi_pool.scales is not None
-    assert model.roi_heads.box_roi_pool.scales is None
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -345,32 +331,6 @@ def test_in_training_mode_the_losses_are_as_always() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_copy_that_is_made_in_the_block_acts_so_too_with_weights_of_its_own() -> None:
-    model = made("FasterRCNN")
-    kept = KeptOutputs()
-    settings = detection_settings(model, kept=kept)
-    with settings.applied({"flip": True}):
-        expected, passes = found_by(model), kept.passes
-        twin = copy.deepcopy(model)
-        assert_same(found_by(twin), expected)
-        assert kept.passes == passes  # it has the same weights
-        with torch.no_grad():
-            twin.roi_heads.box_predictor.cls_score.bias.add_(torch.tensor([0.0, 3, 0]))
-        other = found_by(twin)
-        assert kept.passes == passes + 2
-        assert not torch.equal(other[0]["scores"], expected[0]["scores"])
-        assert_same(found_by(model), expected)
-
-
-def test_of_two_blocks_the_inner_one_counts() -> None:
-    model = made("RetinaNet")
-    settings = detection_settings(model)
-    with settings.applied({"flip": True, "soft_nms": 0.3}):
-        expected = found_by(model)
-    with settings.applied({"multi_scale": True}), settings.applied({"flip": True, "soft_nms": 0.3}):
-        assert_same(found_by(model), expected)
-
-
 def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none() -> None:
     model = made("FasterRCNN")
     adapter = attach_film(model, ["backbone.body.1"], dim=2)
@@ -405,6 +365,18 @@ def test_changed_weights_buffers_and_phi_take_a_new_pass_and_the_old_ones_none()
     assert passes() == 0
 
 
+def test_a_copy_that_is_made_in_the_block_acts_so_too_with_weights_of_its_own() -> None:
+    model = made("FasterRCNN")
+    with detection_settings(model, kept=KeptOutputs()).applied({"flip": True}):
+        expected = found_by(model)
+        twin = copy.deepcopy(model)
+        assert_same(found_by(twin), expected)
+        with torch.no_grad():
+            twin.roi_heads.box_predictor.cls_score.bias.add_(torch.tensor([0.0, 3, 0]))
+        assert not torch.equal(found_by(twin)[0]["scores"], expected[0]["scores"])
+        assert_same(found_by(model), expected)
+
+
 def test_phi_of_a_box_head_shares_the_features_before_it() -> None:
     model = made("FasterRCNN")
     adapter = attach_film(model, ["roi_heads.box_head.*"], dim=2)
@@ -423,21 +395,11 @@ def test_phi_of_a_box_head_shares_the_features_before_it() -> None:
         return len(ran)
 
     a, b, c = torch.tensor([[0.02, -0.03], [0.04, 0.01], [-0.05, 0.02]], dtype=torch.float64)
-    flip, batches = {"flip": True, "soft_nms": 0.2}, 1
-    assert [runs(a), runs(b), runs(a, nms=0.4), runs(c)] == [batches, 0, 0, 0]
-    assert [runs(a, **flip), runs(b, **flip), runs(b, size=1.41), runs(c, size=1.41)] == [batches, 0, batches, 0]
-    assert kept.passes == 3
-    with adapter.using(a), settings.applied({}):
-        first = found_by(model)
-    with adapter.using(b), settings.applied({}):
-        assert not all(torch.equal(x["scores"], y["scores"]) for x, y in zip(first, found_by(model), strict=True))
+    flip = {"flip": True, "soft_nms": 0.2}
+    assert [runs(a), runs(b), runs(a, nms=0.4), runs(c)] == [1, 0, 0, 0]
+    assert [runs(a, **flip), runs(b, **flip), runs(b, size=1.41), runs(c, size=1.41)] == [1, 0, 1, 0]
     model.backbone.body[1].running_mean += 1e-3
-    assert [runs(a), runs(b)] == [batches, 0]
-    full = KeptOutputs(gib=2**-30)  # what finds no room is computed again, to the same numbers
-    settings = everything(model, kept=full)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert [runs(a), runs(b)] == [batches, batches]
+    assert [runs(a), runs(b)] == [1, 0]
 
 
 def test_other_images_and_other_batches_are_others() -> None:
@@ -451,79 +413,22 @@ def test_other_images_and_other_batches_are_others() -> None:
     assert len(ran) == 3  # padded together, images of different sizes are seen otherwise than alone
 
 
-@pytest.mark.parametrize("values", [{"size": 1.41}, {"score_thresh": 0.31}, {"flip": True}, {"soft_nms": 0.3}])
-def test_features_that_are_remembered_are_of_these_settings(values: dict[str, Any]) -> None:
-    toolkit = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
-    model = toolkit.build(2, seed=0).double()
-    adapter = attach_film(model, toolkit.film_layers(model, ["roi_head"]), dim=2)
-    frozen = FrozenFeatures(toolkit, adapter)
-    none = torch.zeros(0, dtype=torch.bool)
-    truth = Annotated(0, Path("none"), 64, 48, torch.zeros(0, 4), torch.zeros(0).long(), none, none)
-    batch = [Example(PIXELS[0], truth)]
-    before = frozen.detect(model, batch)[0]
-    names = ["size", "score_thresh", "flip", "soft_nms"]
-    with detection_settings(model, names=names).applied(values):
-        ours, other = frozen.detect(model, batch)[0], toolkit.detect(model, batch)[0]
-    assert ours.scores.shape != before.scores.shape or not torch.equal(ours.scores, before.scores)
-    torch.testing.assert_close(vars(ours), vars(other), rtol=0, atol=1e-9)
-    torch.testing.assert_close(vars(frozen.detect(model, batch)[0]), vars(before), rtol=0, atol=0)
-
-
-def test_by_default_there_is_what_is_worth_it_as_inference_allows() -> None:
+def test_there_is_what_inference_allows_and_what_is_free_for_an_average_precision() -> None:
     model = made("FasterRCNN")
-    every = detection_settings(model)
+    every, one, two = (detection_settings(model, inference=each) for each in (None, 1, 2))
     assert every.names == ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale")
     assert every.presets == tuple(PRESETS)
-    assert every["size"].values == SIZES
-    assert every.free == {}
-    one, two, six = (detection_settings(model, inference=each) for each in (1, 2, 6))
     assert one.names == ("size", "score_thresh", "detections", "soft_nms")
     assert one["size"].values == (0.71, 0.84, 1.0)
     assert one.presets == ("soft_nms",)
-    assert two.names == ("size", "score_thresh", "detections", "soft_nms", "flip")
     assert two["size"].values == (0.71, 0.84, 1.0, 1.19, 1.41)
-    assert two.presets == ("soft_nms", "flip", "flip+soft_nms")
-    assert (six.names, six.presets, six["size"].values) == (every.names, every.presets, SIZES)
     assert every.factor({"size": 1.41, "flip": True}) == pytest.approx(2 * 1.41**2)
-    assert every.factor(every.preset("flip+multi_scale+soft_nms", {})) == 6.0
-
-
-def test_sizes_are_powers_of_two_in_steps_of_a_quarter() -> None:
-    assert list(SIZES) == [round(2 ** (step / 4), 2) for step in range(-2, 4)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_free_is_only_for_an_average_precision(name: str) -> None:
-    model = made(name)
+    assert every.free == {}
     assert detection_settings(model, average_precision=True).free == LOW
-    assert detection_settings(model).free == {}
-    assert detection_settings(model, names=["size"], average_precision=True).free == {}
-    owner_of(model).score_thresh, owner_of(model).detections_per_img = 0.0001, 500
+    owner_of(model).score_thresh, owner_of(model).detections_per_img = 0.0, 500
     settings = detection_settings(model, average_precision=True)
-    assert settings.free == {"score_thresh": 0.0001, "detections": 500}  # no worse than it is
-
-
-def test_a_lower_threshold_raises_the_average_precision(model: Any) -> None:
-    metric = detector_metric(
-        MeanAveragePrecision("AP50", "voc"), TorchvisionToolkit(), examples(model), CLASSES, halves=()
-    )
-    high = float(torch.cat([each["scores"] for each in found_by(model)]).quantile(0.7))
-    owner_of(model).score_thresh, owner_of(model).detections_per_img = high, 10**4
-    settings = detection_settings(model, names=["score_thresh"], average_precision=True)
-    before = metric.judge(model).cost
-    with settings.applied(settings.free):
-        assert metric.judge(model).cost < before
-
-
-def test_a_threshold_of_zero_is_the_lowest_already() -> None:
-    model = made("FCOS")
-    model.score_thresh = 0.0
-    settings = detection_settings(model, average_precision=True)
-    assert "score_thresh" not in settings.names
-    assert settings.free == {"detections": 300}
-    assert_refused(
-        lambda: detection_settings(model, names=["score_thresh"]), ConfigError, "FCOS", "score_thresh", "0", "1"
-    )
+    assert "score_thresh" not in settings.names  # it is the lowest already
+    assert settings.free == {"detections": 500}
 
 
 @pytest.mark.slow
@@ -535,27 +440,40 @@ def test_an_ssd300_has_no_smaller_images() -> None:
     assert settings.presets == ("soft_nms", "flip", "flip+soft_nms")
 
 
-def test_what_can_not_be_is_refused() -> None:
-    model = made("MaskRCNN")
+class Mine(RetinaNet):  # type: ignore[misc]
+    def postprocess_detections(self, *given: Any) -> Any:
+        return super().postprocess_detections(*given)[::-1]
+
+
+OF_CLASSES = {"red": 1, "green": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "names"),
+    [
+        ("MaskRCNN", {"names": ["flips"]}, ("MaskRCNN", "flips", "multi_scale")),
+        ("MaskRCNN", {"kept": KeptOutputs()}, ("MaskRCNN", "boxes_only=True")),
+        ("FasterRCNN", {"names": ["flip"], "inference": 1}, ("flip", "inference=1")),
+        ("FasterRCNN", {"class_thresholds": OF_CLASSES, "average_precision": True}, ()),
+        ("FasterRCNN", {"class_thresholds": OF_CLASSES, "names": ["score_thresh[blue]"]}, ("score_thresh[blue]",)),
+        (
+            "FasterRCNN",
+            {"class_thresholds": OF_CLASSES, "names": ["score_thresh", "score_thresh[red]"]},
+            ("score_thresh",),
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused(name: str, options: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: detection_settings(made(name), **options), ConfigError, *names)
+
+
+def test_other_detectors_are_refused() -> None:
     assert_refused(lambda: detection_settings(nn.Linear(2, 2)), ConfigError, "Linear", "Faster", "Mask")
-    assert_refused(lambda: detection_settings(model, names=["flips"]), ConfigError, "MaskRCNN", "flips", "multi_scale")
-    assert_refused(
-        lambda: detection_settings(made("RetinaNet"), names=["temperature"]), ConfigError, "RetinaNet", "temperature"
-    )
-    assert_refused(lambda: detection_settings(model, kept=KeptOutputs()), ConfigError, "MaskRCNN", "boxes_only=True")
-    assert_refused(lambda: detection_settings(model, inference=0.5), ValueError, "inference", "0.5", "1")
-    assert_refused(lambda: detection_settings(model, names=["flip"], inference=1), ConfigError, "flip", "inference=1")
-
-    class Mine(RetinaNet):  # type: ignore[misc]
-        def postprocess_detections(self, *given: Any) -> Any:
-            return super().postprocess_detections(*given)[::-1]
-
     mine = made("RetinaNet")
     mine.__class__ = Mine
     assert_refused(lambda: detection_settings(mine), ConfigError, "Mine")
 
 
-OF_CLASSES = {"red": 1, "green": 2}
 OWN = {"score_thresh[red]": 0.02, "score_thresh[green]": 0.4}
 
 
@@ -584,59 +502,18 @@ def test_classes_have_score_thresholds_of_their_own(model: Any, more: dict[str, 
                 assert torch.equal(ours[key], all_of_it[key][rows[:12]])
 
 
-def test_thresholds_of_classes_take_the_place_of_the_one() -> None:
+@pytest.mark.parametrize(
+    ("values", "of_classes"), [({"size": 1.41, "flip": True, "soft_nms": 0.2, **LOW}, None), (OWN, OF_CLASSES)]
+)
+def test_what_no_attribute_says_is_told_with_code_that_does_it(values: dict[str, Any], of_classes: Any) -> None:
     model = made("FasterRCNN")
-    settings = detection_settings(model, class_thresholds=OF_CLASSES)
-    assert settings.names == ("size", *OWN, "detections", "soft_nms", "flip", "multi_scale")
-    assert settings.alone == ("size", *OWN, "detections")
-    assert settings["score_thresh[red]"] == Setting("score_thresh[red]", 0.0005, 0.95, scale="logit", default=0.05)
-    assert_refused(lambda: detection_settings(model, class_thresholds=OF_CLASSES, average_precision=True), ConfigError)
-    assert_refused(
-        lambda: detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh", "score_thresh[red]"]),
-        ConfigError,
-        "those",
-        "score_thresh",
-    )
-    assert_refused(
-        lambda: detection_settings(model, class_thresholds=OF_CLASSES, names=["score_thresh[blue]"]),
-        ConfigError,
-        "FasterRCNN",
-        "score_thresh[blue]",
-    )
-    with settings.applied(OWN):
+    settings = detection_settings(model, class_thresholds=of_classes)
+    with settings.applied(values):
         expected = found_by(model)
-    said, found = settings.set_on(model, OWN), list[Any]()
-    assert said.startswith("a FasterRCNN has no attribute for score_thresh[red], score_thresh[green]: detect inside")
+    said, found = settings.set_on(model, values), list[Any]()
     code = said.split("`")[1].replace("model(images)", "found.extend(found_by(model))")
     exec(code, {"detection_settings": detection_settings, "model": model, "found": found, "found_by": found_by})
     assert_same(found, expected)
-    model.roi_heads.score_thresh = 0.0
-    assert detection_settings(model, class_thresholds=OF_CLASSES, names=["size"]).names == ("size",)
-    assert_refused(lambda: detection_settings(model, class_thresholds=OF_CLASSES), ConfigError, "score_thresh")
-
-
-def test_thresholds_of_classes_are_searched_along_lines_for_f1() -> None:
-    model = made("RetinaNet")
-    model.detections_per_img = 1000
-    settings = detection_settings(model, names=[*OWN], class_thresholds=OF_CLASSES)
-    best = {"score_thresh[red]": 0.7, "score_thresh[green]": 0.5}
-    with settings.applied(best):
-        data = examples(model, every=1)
-    metric = detector_metric(MeanF1("voc"), TorchvisionToolkit(), data, CLASSES, halves=())
-    kept = KeptOutputs()
-    settings = detection_settings(model, names=[*OWN], class_thresholds=OF_CLASSES, kept=kept)
-    with settings.applied({}):
-        state = SettingsState(settings, metric.judge(model))
-    while batch := state.ask():
-        for index, values in enumerate(batch):
-            with settings.applied(values):
-                state.tell(index, metric.judge(model))
-    end = state.end()
-    with settings.applied(best):
-        assert metric.judge(model).cost < 0.25
-    assert all(len({each.values[name] for each in end.tried}) > 2 for name in OWN)
-    assert end.evaluation.cost < end.tried[0].evaluation.cost  # type: ignore[union-attr]
-    assert kept.passes == 1
 
 
 def test_settings_that_are_set_on_a_model_leave_what_is_free() -> None:
@@ -646,27 +523,7 @@ def test_settings_that_are_set_on_a_model_leave_what_is_free() -> None:
     with settings.applied(values):
         expected = found_by(model)
     assert settings.set_on(model, values) == ""
-    assert (model.roi_heads.score_thresh, model.roi_heads.detections_per_img) == (0.05, 20)
     assert_refused(settings.applied(LOW).__enter__, ValueError, "settings")
     fresh = detection_settings(model, average_precision=True, kept=KeptOutputs())
     with fresh.applied(fresh.free):
         assert_same(found_by(model), expected)
-
-
-def test_what_no_attribute_says_is_told_with_code_that_does_it() -> None:
-    model = made("FasterRCNN")
-    values = {"size": 1.41, "flip": True, "soft_nms": 0.2, **LOW}
-    with detection_settings(model).applied(values):
-        expected = found_by(model)
-    said = set_on(model, values)
-    assert said == (
-        "a FasterRCNN has no attribute for soft_nms, flip: detect inside `with detection_settings(model,"
-        " names=['soft_nms', 'flip']).applied({'soft_nms': 0.2, 'flip': True}): model(images)`, of"
-        " metricopt_ext.detection.settings"
-    )
-    found: list[Any] = []
-    exec(
-        said.split("`")[1].replace("model(images)", "found.extend(found_by(model))"),
-        {"detection_settings": detection_settings, "model": model, "found": found, "found_by": found_by},
-    )
-    assert_same(found, expected)

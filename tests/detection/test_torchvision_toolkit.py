@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.models import get_model
 from torchvision.models.detection import FasterRCNN, faster_rcnn, fasterrcnn_resnet50_fpn
 from torchvision.models.detection._utils import overwrite_eps
 from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
@@ -21,15 +20,12 @@ from torchvision.ops import FrozenBatchNorm2d
 from helpers.boxes import CLASSES, example
 from helpers.detectors import thin_detectors
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.shapes import masks_from, pixels_in
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.torchvision_models import STANDARD
-from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
+from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 
-OTHERS = ("head", "mask_head")  # placements that a Faster R-CNN lacks
 SMALL = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
 
 
@@ -52,29 +48,6 @@ def seeded_loss(model: nn.Module, batch: list[Example], toolkit: TorchvisionTool
     return toolkit.loss(model, batch)
 
 
-@pytest.mark.parametrize("name", ["small_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"])
-def test_the_loss_is_that_of_torchvision(name: str) -> None:
-    toolkit = replace(SMALL, name=name)
-    model = lived_in(toolkit.build(CLASSES, seed=0)).eval()
-    loss = seeded_loss(model, BATCH, toolkit)
-    torch.manual_seed(5)
-    theirs: dict[str, Tensor] = model.train()(images_of(model, BATCH), targets_of(model, BATCH))
-    assert len(theirs) == 4
-    torch.testing.assert_close(loss, sum(theirs.values()))
-
-
-def test_detections_are_those_of_torchvision_with_labels_from_0() -> None:
-    model = lived_in(SMALL.build(CLASSES, seed=0))
-    found = SMALL.detect(model, BATCH)
-    with torch.no_grad():
-        theirs = model.eval()(images_of(model, BATCH))
-    for ours, other in zip(found, theirs, strict=True):
-        assert len(ours) > 0
-        assert torch.equal(ours.labels + 1, other["labels"])
-        assert torch.equal(ours.boxes, other["boxes"])
-        assert torch.equal(ours.scores, other["scores"])
-
-
 def test_objects_are_looked_for_in_as_few_proposals_as_are_asked_for() -> None:
     few = replace(SMALL, proposals=5)
     model: Any = few.build(CLASSES, seed=0)
@@ -84,27 +57,15 @@ def test_objects_are_looked_for_in_as_few_proposals_as_are_asked_for() -> None:
     assert [len(boxes) for boxes in seen[0]] == [5] * len(BATCH)
 
 
-def test_images_without_boxes_have_a_loss_and_a_gradient() -> None:
-    model = SMALL.build(CLASSES, seed=0)
-    loss = seeded_loss(model, [example(0), example(0, seed=4)])
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert gradients
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-@pytest.mark.parametrize("flag", ["difficult", "crowd"])
-def test_difficult_and_crowd_boxes_are_left_out_of_the_loss(flag: str) -> None:
+def test_difficult_and_crowd_boxes_are_left_out_of_the_loss() -> None:
     model = SMALL.build(CLASSES, seed=0).eval()
     full = example(3)
-    flagged = Example(full.image, replace(full.truth, **{flag: torch.tensor([False, True, False])}))
-    kept = torch.tensor([0, 2])
-    without = replace(full.truth, boxes=full.truth.boxes[kept], labels=full.truth.labels[kept])
-    without = replace(without, difficult=without.difficult[kept], crowd=without.crowd[kept])
     attach_film(model, PLACEMENTS["roi_head"], dim=2)  # which keeps the norms from updating
-    loss = seeded_loss(model, [flagged])
-    assert torch.equal(loss, seeded_loss(model, [Example(full.image, without)]))
-    assert not torch.equal(loss, seeded_loss(model, [full]))
+    first = {name: getattr(full.truth, name)[:1] for name in ("boxes", "labels", "difficult", "crowd")}
+    expected = seeded_loss(model, [Example(full.image, replace(full.truth, **first))])
+    flags = {"difficult": torch.tensor([False, True, False]), "crowd": torch.tensor([False, False, True])}
+    assert torch.equal(seeded_loss(model, [Example(full.image, replace(full.truth, **flags))]), expected)
+    assert not torch.equal(seeded_loss(model, [full]), expected)
 
 
 def with_box(full: Example, *boxes: list[float]) -> Example:
@@ -176,8 +137,6 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         ({"name": "yolo"}, ("yolo",)),
         ({"min_size": 200}, ("min_size=200", "max_size=128")),
         ({"score_threshold": 1.5}, ("score_threshold=1.5",)),
-        ({"proposals": -1}, ("proposals=-1",)),
-        ({"head": 0}, ("width=64", "head=0", "1")),
         ({"classification_loss": "focal"}, ("classification_loss='focal'",)),
         ({"weights": "coco.pth"}, ("weights", "small_fpn")),
         (
@@ -192,10 +151,6 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
     assert_refused(lambda: TorchvisionToolkit(**settings), ConfigError, *names)
-
-
-def test_a_detector_without_classes_is_refused() -> None:
-    assert_refused(lambda: SMALL.build(0, seed=0), ConfigError, "0")
 
 
 @torch.no_grad()
@@ -268,16 +223,6 @@ def test_published_weights_are_taken_but_for_the_predictor(published: tuple[Fast
     )
 
 
-def test_what_torchvision_trained_on_from_published_weights_computes_the_same(
-    published: tuple[FasterRCNN, str],
-) -> None:
-    theirs, path = published
-    toolkit = TorchvisionToolkit("fasterrcnn_resnet50_fpn", min_size=64, max_size=64, weights=path, strict_weights=True)
-    model = toolkit.build(90, seed=0).double()
-    assert_close(unsorted_outputs(model), unsorted_outputs(theirs), 1e-5)  # the weights are of single precision
-    assert_refused(lambda: toolkit.build(CLASSES, seed=0), DataError, "coco.pth")
-
-
 def test_a_detector_from_published_weights_is_exported_for_torchvision(
     published: tuple[FasterRCNN, str], tmp_path: Path
 ) -> None:
@@ -295,26 +240,6 @@ def test_a_detector_from_published_weights_is_exported_for_torchvision(
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"),
-    [
-        *(("small_fpn", placement) for placement in PLACEMENTS if placement not in OTHERS),
-        ("fasterrcnn_resnet50_fpn", "backbone"),
-        ("fasterrcnn_resnet50_fpn_v2", "fpn"),
-        ("fasterrcnn_resnet50_fpn_v2", "roi_head"),
-    ],
-)
-def test_a_merged_detector_is_an_ordinary_one(name: str, placement: str) -> None:
-    toolkit = replace(SMALL, name=name)
-    model = lived_in(toolkit.build(CLASSES, seed=0)).double()
-    stock = toolkit.build(CLASSES, seed=1).double()
-    if name in STANDARD:
-        options = {"num_classes": CLASSES + 1, "min_size": 64, "max_size": 64}
-        stock = get_model(name, weights=None, weights_backbone=None, **options).double()
-    adapter = attach_film(model, toolkit.film_layers(model, [placement]), dim=4)
-    check_merge(adapter, stock)
-
-
-@pytest.mark.parametrize(
     ("name", "layers"),
     [
         ("small_fpn", ["backbone.body.layer1.1"]),
@@ -328,22 +253,3 @@ def test_the_early_layers_are_the_first_norms(name: str, layers: list[str]) -> N
     toolkit = replace(SMALL, name=name)
     model = toolkit.build(CLASSES, seed=0)
     assert list(attach_film(model, toolkit.film_layers(model, ["early"]), dim=2).layers) == layers
-
-
-def test_phi_is_merged_into_frozen_norms(tmp_path: Path) -> None:
-    toolkit = replace(SMALL, name="fasterrcnn_resnet50_fpn")
-    made = toolkit.build(CLASSES, seed=0).state_dict()
-    torch.save({k: v for k, v in made.items() if not k.endswith("num_batches_tracked")}, tmp_path / "weights.pth")
-    toolkit = replace(toolkit, weights=str(tmp_path / "weights.pth"))
-    model, stock = lived_in(toolkit.build(CLASSES, seed=0)).double(), toolkit.build(CLASSES, seed=1).double()
-    adapter = attach_film(model, "backbone.body.layer4.*", dim=4)
-    check_merge(adapter, stock)
-
-
-def check_merge(adapter: Adapter, stock: nn.Module) -> None:
-    before = unsorted_outputs(adapter.model)
-    adapter.set_phi(torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64))
-    adapted = unsorted_outputs(adapter.model)
-    assert max(difference(*each) for each in zip(adapted, before, strict=True)) > 1e-2
-    stock.load_state_dict(adapter.merge().state_dict(), strict=True)
-    assert_close(unsorted_outputs(stock), adapted, 1e-10)

@@ -264,14 +264,14 @@ class TakesSettings(ToolkitTester):
     )
     def test_settings_of_inference_act_as_the_library_s_own(self, toolkit: Any, batch: Any, values: Any) -> None:
         """Afterwards, also after an exception, all is as it was."""
-        adapter, _ = self.adapted(toolkit)
+        adapter, serving = self.adapted(toolkit)
         model = adapter.model.eval()
-        expected, told = toolkit.detect(model, batch), toolkit.inference(model)
+        expected, told = serving.detect(model, batch), toolkit.inference(model)
         with self.applied(toolkit, model, values):
-            found = toolkit.detect(model, batch)
+            found = serving.detect(model, batch)
         with pytest.raises(KeyError), self.applied(toolkit, model, values):
             raise KeyError
-        assert_same(toolkit.detect(model, batch), expected, atol=0)
+        assert_same(serving.detect(model, batch), expected, atol=0)
         assert toolkit.inference(model) == told
         stock, theirs = copy.deepcopy(model), copy.deepcopy(toolkit)
         self.set_own(theirs, stock, values)
