@@ -4,8 +4,6 @@ That detections are, the toolkits' contract says.
 """
 
 import copy
-import gc
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,8 +25,6 @@ from helpers.boxes import CLASSES, example
 from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.detection.build import remembering
-from metricopt_ext.detection.config import DetectorAdapterConfig
 from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.records import Detections
@@ -178,17 +174,6 @@ def test_what_changed_before_the_head_is_computed_anew(use: str) -> None:
     assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_a_model_that_is_gone_is_forgotten() -> None:
-    toolkit, adapter = adapted()
-    frozen = FrozenFeatures(toolkit, adapter)
-    other = copy.deepcopy(adapter.model)
-    frozen.detect(other, SAME_SIZE)
-    assert len(frozen.memories) == 1
-    del other
-    gc.collect()
-    assert len(frozen.memories) == 0
-
-
 def test_other_models_and_those_whose_backbone_is_trained_are_run_whole() -> None:
     toolkit, adapter = adapted()
     frozen = FrozenFeatures(toolkit, adapter)
@@ -263,22 +248,6 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
             each.backbone[0].weight.mul_(1.1)
     found(PHI)
     assert len(ran) == (3 if expected else 5)
-
-
-def test_of_boxes_whole_passes_are_told_of_where_phi_leaves_the_backbone_as_it_is() -> None:
-    told = "backbone's maps, which phi leaves as they are, are not kept of a MaskRCNN, as phi acts in more than the box"
-    for layers, settings, says in (
-        (["rpn.head.conv.0.0"], {}, True),
-        (["roi_heads.box_head.fc6"], {}, False),  # which are kept
-        (["backbone.1"], {}, False),
-        (["rpn.head.conv.0.0"], {"keep_gib": 0.0}, False),
-    ):
-        adapter, toolkit = attach_film(detector("masks"), layers, dim=2), TorchvisionToolkit()
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            used = remembering(toolkit, adapter, DetectorAdapterConfig(**settings))
-        assert [told in str(each.message) for each in found] == [True] * says
-        assert isinstance(used, FrozenFeatures) == (layers == ["roi_heads.box_head.fc6"])
 
 
 def test_the_loss_and_copies_are_as_without() -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import load_splits
+from metricopt_ext.detection.layouts import part_at, part_in, part_of
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, inside
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
 from metricopt_ext.detection.yolo import read_yolo, read_yolo_file, yolo_file
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.utils.config import load_config
 from testers.loader import (
     PARTS,
     Edit,
@@ -298,6 +301,142 @@ class TestYolo(DetectionLoader, InFolders):
         (folder / "data.yaml").write_text(yaml.safe_dump({"path": ".", **parts, "names": names}))
 
 
+# --- Layouts: how people lay out these sets otherwise ---------------------------------------------------------------
+
+PETS = ("cat", "dog")
+NUMBERS = {"train": range(1, 5), "validation": range(5, 8), "test": range(8, 10)}
+SET = Truth(
+    PETS,
+    {
+        part: [Shown(n, (Thing(PETS[n % 2], (n % 5.0, n % 3.0, n % 5 + 6.0, n % 3 + 8.0)),)) for n in numbers]
+        for part, numbers in NUMBERS.items()
+    },
+)
+FOLDERS = {"train": "train", "validation": "valid", "test": "test"}  # what Roboflow calls parts
+COCO_FILE = "annotations/instances_{0}2017.json"
+OF_ROBOFLOW = [("{0}2017", "{1}"), (COCO_FILE, "{1}/_annotations.coco.json")]
+
+# The form, what is renamed, {0} being the part, {1} its folder and {2} the number of a picture; the keys of parts.
+LAYOUTS: dict[str, tuple[type[DetectionLoader], list[tuple[str, str]], str]] = {
+    "COCO's images in folders": (TestCoco, [(COCO_FILE, "annotations/{0}.json"), ("{0}2017", "images/{0}")], ""),
+    "COCO's files": (TestCoco, [], COCO_FILE),
+    "COCO by Roboflow": (TestCoco, OF_ROBOFLOW, ""),
+    "COCO's folders": (TestCoco, OF_ROBOFLOW, "{1}"),
+    "VOC by Roboflow": (
+        TestVoc,
+        [("Annotations/{2}.xml", "{1}/{2}.xml"), ("JPEGImages/{2}.png", "{1}/{2}.png"), ("ImageSets", "lists")],
+        "",
+    ),
+    "VOC in small letters": (
+        TestVoc,
+        [("Annotations", "annotations"), ("JPEGImages", "images"), ("ImageSets/Main", "imagesets/main")],
+        "",
+    ),
+    "VOC's lists": (TestVoc, [("JPEGImages", "images"), ("ImageSets/Main", "lists")], "lists/{0}.txt"),
+    "YOLO by Roboflow": (TestYolo, [("images/{0}", "{1}/images"), ("labels/{0}", "{1}/labels")], ""),
+    "YOLO's folders": (TestYolo, [], "images/{0}"),
+}
+
+
+def laid_out(root: Path, layout: str) -> tuple[DetectionLoader, dict[str, str]]:
+    """Write the set; returns what reads it, with which keys."""
+    kind, moves, key = LAYOUTS[layout]
+    root.mkdir()
+    kind().write(root, SET, random.Random(0))
+    for part, numbers in NUMBERS.items():
+        for old, new in moves:
+            for number in numbers:
+                names = FILES[part], FOLDERS[part], number
+                if (path := root / old.format(*names)).exists() and not (root / new.format(*names)).exists():
+                    (root / new.format(*names)).parent.mkdir(parents=True, exist_ok=True)
+                    path.rename(root / new.format(*names))
+    if layout == "YOLO by Roboflow":
+        parts = {FILES[part]: f"../{FOLDERS[part]}/images" for part in PARTS}
+        (root / "data.yaml").write_text(
+            yaml.safe_dump({**parts, "nc": 2, "names": [*PETS], "roboflow": {"version": 1}})
+        )
+    keys = {FILES[part]: str(root / key.format(FILES[part], FOLDERS[part])) for part in PARTS}
+    return kind(), keys if key else {"root": str(root)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_part_has_its_own_images_and_objects(layout: str, tmp_path: Path) -> None:
+    reader, keys = laid_out(tmp_path / "set", layout)
+    read = DetectionLoader.read(reader, tmp_path, **keys)
+    assert read.classes == PETS
+    assert {part: sorted(rows) for part, rows in read.parts.items()} == SET.parts
+
+
+def test_a_set_without_parts_is_divided(tmp_path: Path) -> None:
+    laid_out(tmp_path / "set", "VOC's lists")
+    shutil.rmtree(tmp_path / "set/lists")
+    keys: dict[str, Any] = {"root": str(tmp_path / "set"), "validation_share": 0.2}
+    read = DetectionLoader.read(TestVoc(), tmp_path, **keys)
+    assert [len(rows) for rows in read.parts.values()] == [5, 2, 2]
+    assert read.joined() == SET.joined()
+
+
+def test_what_is_missing_or_could_mean_two_things_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    _, keys = laid_out(root, "COCO by Roboflow")
+    assert_refused(lambda: part_of(root, "extra", "coco"), DataError, "extra", "train/", "valid/")
+    assert_refused(lambda: part_at(root / "nowhere"), DataError, "nowhere")
+    assert_refused(lambda: part_at(root / "train/_annotations.coco.json", "voc"), DataError, "data.name=coco")
+    both = DetectionConfig(data=DATA["coco"](**keys, train=str(root / "train")))
+    assert_refused(both.check, ConfigError, "data.root")
+    captions = root / "train/_annotations.coco.json"
+    for name in ("instances_other", "instances_other2017"):
+        shutil.copy(captions, root / f"{name}.json")
+    assert_refused(lambda: part_of(root, "other", "coco"), DataError, "other")
+    captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
+    assert_refused(lambda: part_at(captions).read(), DataError, "_annotations.coco.json", "categories")
+
+
+def test_a_yaml_file_around_a_set_is_no_reason_to_take_it_for_yolo_s(tmp_path: Path) -> None:
+    laid_out(tmp_path / "set", "VOC by Roboflow")
+    (tmp_path / "data.yaml").write_text("model: {name: small_fpn}\nseeds: 1\n")
+    part = part_in(tmp_path / "set", "val")
+    assert part is not None
+    assert part.kind == "voc"
+
+
+def test_an_image_in_two_parts_is_found_by_content(tmp_path: Path) -> None:
+    reader, keys = laid_out(tmp_path / "set", "COCO by Roboflow")
+    shutil.copy(tmp_path / "set/train/2.png", tmp_path / "set/test/1.png")
+    assert_warned(lambda: DetectionLoader.read(reader, tmp_path, **keys), "1", "train/2.png")
+
+
+def test_classes_are_compared_by_name_whatever_their_numbers(tmp_path: Path) -> None:
+    reader, keys = laid_out(tmp_path / "set", "COCO by Roboflow")
+    file = tmp_path / "set/valid/_annotations.coco.json"
+    content = json.loads(file.read_text())
+    numbers = {each["id"]: 200 - each["id"] for each in content["categories"]}
+    for entries, field in ((content["categories"], "id"), (content["annotations"], "category_id")):
+        for each in entries:
+            each[field] = numbers[each[field]]
+    file.write_text(json.dumps(content))
+    assert sorted(DetectionLoader.read(reader, tmp_path, **keys).parts["validation"]) == SET.parts["validation"]
+    content["categories"].append({"id": 500, "name": "emu"})
+    file.write_text(json.dumps(content))
+    assert_refused(lambda: DetectionLoader.read(reader, tmp_path, **keys), DataError, "emu", "data.val")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "bringing"),
+    [
+        ("scenes", "data.train=a.json", "voc or coco or yolo"),
+        ("coco", "data.more_train=[a]", "voc"),
+        ("yolo", "data.classes=[a]", "voc"),
+        ("voc", "shift.contrast=0.5", "scenes"),
+        ("coco", "scene.size=64", "scenes"),
+    ],
+)
+def test_a_key_of_other_data_is_refused_by_their_names(name: str, override: str, bringing: str) -> None:
+    key = override.partition("=")[0]
+    names = (key, f"data.name={bringing}", f"data.name={name}")
+    assert_refused(lambda: load_config(DetectionConfig, None, [f"data.name={name}", override]), ConfigError, *names)
+
+
 # --- COCO -----------------------------------------------------------------------------------------------------------
 
 # Ids with gaps, neither images nor categories in their order; a crowd region; an image without objects.
@@ -425,15 +564,7 @@ def test_annotations_of_images_that_are_not_listed_are_left_out(tmp_path: Path) 
         assert value(tmp_path, content, RESULTS) == value(tmp_path, CONTENT, RESULTS)
 
 
-def scaled(box: list[float]) -> list[float]:
-    return [each / 1000 for each in box]
-
-
-def corners(box: list[float]) -> list[float]:
-    return [box[0], box[1], box[0] + box[2], box[1] + box[3]]
-
-
-WIDE = [{**RESULTS[0], "bbox": [10, 10, 28, 18]}, {**RESULTS[1], "bbox": [9, 5, 11, 5]}] * 3
+BY_CORNERS = [{**RESULTS[0], "bbox": [3, 4, 8, 10]}, {**RESULTS[1], "bbox": [0, 0, 20, 10]}]
 
 
 @pytest.mark.parametrize(
@@ -448,8 +579,8 @@ WIDE = [{**RESULTS[0], "bbox": [10, 10, 28, 18]}, {**RESULTS[1], "bbox": [9, 5, 
         ([{**RESULTS[0], "score": float("nan")}], ("score", "nan")),
         ([{**RESULTS[0], "bbox": [1, 2, 3, float("inf")]}], ("4",)),
         ([{"image_id": 7, "category_id": 13, "score": 0.5}], ("bbox", "None")),
-        ([{**each, "bbox": scaled(each["bbox"])} for each in WIDE], ("bbox",)),
-        ([{**each, "bbox": corners(each["bbox"])} for each in WIDE], ("4",)),
+        ([{**each, "bbox": [0.1, 0.2, 0.3, 0.4]} for each in RESULTS], ("bbox",)),
+        (BY_CORNERS, ("bbox", "left, top, right, bottom")),
     ],
 )
 def test_wrong_detections_are_named(data: Any, tmp_path: Path, content: Any, names: tuple[str, ...]) -> None:
@@ -538,16 +669,6 @@ def test_reads_what_was_written(tree: Path) -> None:
         assert torch.equal(image.load(), written.image)
 
 
-def test_pixels_counted_from_one_become_edges(tree: Path) -> None:
-    text = annotation(tree).read_text()
-    assert [int(re.search(f"<{end}>(.*)</{end}>", text)[1]) for end in ("xmin", "ymin", "xmax", "ymax")] == [
-        6,
-        7,
-        17,
-        28,
-    ]
-
-
 def test_flags_may_be_numbers_or_missing(tree: Path) -> None:
     replace(annotation(tree), "<difficult>0<", "<difficult> 1.0 <")
     assert read_voc(tree, "test").images[0].difficult.tolist() == [True]
@@ -596,14 +717,6 @@ def test_an_image_without_an_annotated_size_has_its_own_and_boxes_need_no_image(
     next(tree.rglob("a3.png")).unlink()
     (alone,) = read_voc(tree, "test", images=False).images
     assert (alone.width, alone.height, alone.boxes.tolist()) == (0, 0, [[5, 6, 17, 28]])
-
-
-def test_annotations_in_folders_below_are_warned_of(tree: Path) -> None:
-    folder = annotation(tree).parent
-    (folder / "more").mkdir()
-    annotation(tree, "a3").rename(folder / "more" / "a9.xml")
-    found = assert_warned(lambda: read_voc(tree), "Annotations", "XML")
-    assert "a9" not in {image.image_id for image in found.images}
 
 
 @pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-16"])
