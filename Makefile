@@ -154,7 +154,7 @@ test-python-%: .venv-3.%/.installed  ## run the quick tests of the core's lower 
 LOWEST = $(shell sed -nE 's/^ *"(filelock|pillow|torch|torchvision)>=([0-9.]+).*/\1==\2/p' pyproject.toml | sort -u)
 
 test-lowest: .venv-lowest/.installed  ## run the tests of files on the least filelock, Pillow and torch that are allowed
-	.venv-lowest/bin/python -m pytest $(ARGS) tests/test_hostile_files.py tests/utils/test_files.py tests/data/test_images.py tests/data/test_decoding.py
+	.venv-lowest/bin/python -m pytest $(ARGS) tests/test_hostile_files.py tests/utils/test_files.py tests/data/test_images.py
 
 .venv-lowest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-lowest

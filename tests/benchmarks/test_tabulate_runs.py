@@ -6,8 +6,6 @@ from typing import Any
 import tabulate_runs as tool
 from metricopt_ext.utils.files import write_json
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tabulate_runs.py"
-
 
 def put(folder: Path, maximize: bool = True, **tests: list[float | None]) -> Path:
     def method(values: list[float | None]) -> dict[str, Any]:

@@ -1,17 +1,11 @@
-"""Halves of a metric's data: with the same make-up, or of classes of their own."""
+"""Halves and parts of examples by class and by label, and groups that are rare."""
 
 import pytest
 import torch
 
-from metricopt_ext.data.halves import class_draws, class_halves, random_halves, stratified_halves
-
-
-def test_random_halves_divide_all() -> None:
-    first, second = (half.tolist() for half in random_halves(9, seed=3))
-    assert sorted(first + second) == list(range(9))
-    assert (len(first), len(second)) == (5, 4)
-    assert random_halves(9, seed=3)[0].tolist() == first != random_halves(9, seed=4)[0].tolist()
-    assert random_halves(1, seed=0) == "there are fewer than two examples"
+from metricopt_ext.data.halves import class_draws, class_halves, stratified_halves
+from metricopt_ext.data.label_parts import label_halves, label_parts
+from metricopt_ext.data.rare import Rare, rare_groups
 
 
 def test_halves_are_of_classes() -> None:
@@ -54,14 +48,6 @@ def test_halves_of_classes_at_many_levels() -> None:
     assert not all(torch.equal(halves[0], found[0][0]) for halves in found)
 
 
-def test_levels_without_two_classes_for_each_half_have_no_halves() -> None:
-    y = torch.arange(24) % 4
-    few = class_halves(y[:3], seed=0)
-    assert isinstance(few, str)
-    for above in (torch.zeros(24, dtype=torch.long), y.clamp(max=1)):  # one class above, or one of a single class
-        assert class_halves(torch.stack([y, above], 1), seed=0) == few
-
-
 @pytest.mark.parametrize(("classes", "pairs"), [(20, 8), (4, 3)])
 def test_classes_are_divided_several_times_each_time_otherwise(classes: int, pairs: int) -> None:
     """Four classes have three divisions, which 32 draws miss by chance once in 100,000 seeds."""
@@ -78,17 +64,6 @@ def test_classes_are_divided_several_times_each_time_otherwise(classes: int, pai
     assert all(torch.equal(a, b) for x, z in zip(draws, again, strict=True) for a, b in zip(x, z, strict=True))
     assert classes == 4 or not torch.equal(draws[0][0], other[0][0])  # type: ignore[arg-type]
     assert len(class_draws(torch.arange(20).repeat(5), seed=1, draws=3)) == 3
-
-
-def test_a_further_division_with_too_few_classes_is_left_out() -> None:
-    """Of 4 classes with two examples and 2 with one, some divisions leave one half without two pairs."""
-    y = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 5])
-    found = [class_draws(y, seed) for seed in range(20)]
-    assert any(isinstance(each, str) for each in found)
-    for draws in found:
-        if isinstance(draws, list):
-            for half in (half for pair in draws for half in pair):
-                assert int((y[half].unique(return_counts=True)[1] > 1).sum()) >= 2
 
 
 def test_halves_have_the_same_make_up() -> None:
@@ -112,3 +87,51 @@ def test_halves_have_the_same_make_up_within_classes() -> None:
     first, second = (torch.bincount(groups[half], minlength=6) for half in halves)
     assert (first - second).abs().max() <= 1
     assert torch.bincount(y[halves[0]]).tolist() == [10, 10]
+
+
+def labels(rows: int = 200) -> torch.Tensor:
+    shares = torch.tensor([0.5, 0.2, 0.03, 0.1])
+    return (torch.rand(rows, 4, generator=torch.Generator().manual_seed(1)) < shares).long()
+
+
+@pytest.mark.parametrize("sizes", [[140, 20, 40], [100, 100], [1, 199]])
+def test_each_part_has_its_share_of_each_label(sizes: list[int]) -> None:
+    y = labels()
+    parts = label_parts(y, sizes, seed=0)
+    assert [len(part) for part in parts] == sizes
+    assert sorted(torch.cat(parts).tolist()) == list(range(200))
+    for part in parts:
+        expected = y.sum(0) * len(part) / 200
+        assert (y[part].sum(0) - expected).abs().max() <= 2
+        assert part.tolist() == sorted(part.tolist())
+    assert not torch.equal(label_parts(y, sizes, seed=1)[0], parts[0])
+
+
+def test_halves_have_each_label() -> None:
+    halves = label_halves(labels(), seed=0)
+    assert not isinstance(halves, str)
+    first, second = (labels()[half].sum(0) for half in halves)
+    assert (first - second).abs().max() <= 2
+    assert min(first.min(), second.min()) >= 1
+
+
+def test_a_label_of_one_example_leaves_no_halves() -> None:
+    y = labels()
+    y[:, 2] = 0
+    y[3, 2] = 1
+    assert label_halves(y, 0) == "1 of 4 labels has a single example with or without it, and both need one"
+    y[:, 1] = 1
+    y[4, 1] = 0
+    assert str(label_halves(y, 0)).startswith("2 of 4 labels have a single example")
+    assert label_halves(y[:1], 0) == "there are fewer than two examples"
+
+
+def test_groups_below_ten_are_rare() -> None:
+    assert rare_groups("class", {"low": 30, "mid": 10}) is None
+    assert rare_groups("class", {}) is None
+    rare = rare_groups("class", {"low": 30, "mid": 9, "seldom": 0})
+    assert rare == Rare("class", 3, 2, {"seldom": 0, "mid": 9})
+    assert str(rare) == (
+        "2 of 3 classes have fewer than 10 examples in the validation data, which the metric sees ('seldom' 0, 'mid'"
+        " 9). Its values for them are mostly chance: add validation examples of them"
+    )

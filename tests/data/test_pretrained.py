@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.data.pretrained import pretrained
-from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.errors import DataError
 
 
 def build() -> nn.Module:
@@ -85,15 +85,6 @@ def test_nothing_is_kept_of_a_training_that_failed(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError):
         make(tmp_path / "run", fail)
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "other.pt")
-    assert_refused(
-        lambda: make(tmp_path / "run", weights=str(tmp_path / "other.pt")),
-        DataError,
-        "other.pt",
-        "weights",
-        "Sequential",
-    )
-    assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_the_file_of_a_killed_training_is_there_until_the_model_is(tmp_path: Path) -> None:
@@ -109,22 +100,3 @@ def test_the_file_of_a_killed_training_is_there_until_the_model_is(tmp_path: Pat
         make(tmp_path / "run", killed)
     make(tmp_path / "run", resumed)
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["model.safetensors"]
-
-
-def test_a_copy_of_the_untrained_model_is_checked_first(tmp_path: Path) -> None:
-    checked: list[dict[str, torch.Tensor]] = []
-
-    def check(model: nn.Module) -> None:
-        checked.append(model.state_dict())
-        double(model)  # of no consequence
-
-    untrained = make(tmp_path / "a", lambda *_: None)
-
-    def refuse(model: nn.Module) -> None:
-        raise ConfigError("no such layer")
-
-    assert_refused(lambda: make(tmp_path / "b", never, check=refuse), ConfigError, "no such layer")
-    assert not (tmp_path / "b").exists()
-    trained = make(tmp_path / "b", lambda *_: None, check=check)
-    assert same(trained, untrained)
-    assert all(torch.equal(checked[0][key], 2 * untrained[key]) for key in untrained)

@@ -1,24 +1,14 @@
 """Images on disk in the place of a tensor: the same values, read only when they are asked for."""
 
-import os
-import warnings
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.data import streamed
-from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.shift import ImageShift
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.data.streamed import StreamedImages, as_inputs, changed, is_streamed, stacked, taken
-from metricopt_ext.errors import DataError
 
 
 class Disk:
@@ -68,24 +58,6 @@ def test_an_index_gives_what_a_tensor_gives(index: object) -> None:
         assert torch.equal(some.take(slice(1, None))[:], disk.images[index][1:])
 
 
-def test_parts_are_read_one_after_the_other(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "AHEAD_BYTES", 2 * 12)  # two images
-    disk = Disk(10)
-    images, seen = disk.streamed(), []
-    for part in images.split(4):
-        seen.append(part)
-        asked = sum(map(len, seen))
-        assert asked <= len(disk.read) <= (asked if threads == 1 else asked + 2)  # and no more
-    assert [len(part) for part in seen] == [4, 4, 2]
-    assert torch.equal(torch.cat(seen), disk.images)
-    disk.read.clear()
-    parts = large_parts(as_inputs(images), 4)
-    assert (len(parts), disk.read) == (3, [])
-    assert torch.equal(parts[1], large_parts(disk.images, 4)[1])
-    assert len(disk.read) == len(parts[1])
-    assert torch.equal(torch.cat(list(parts)), disk.images)
-
-
 def test_changes_are_made_as_images_are_read() -> None:
     disk = Disk(6)
     images = changed(changed(as_inputs(disk.streamed()), lambda x: x.float() / 255), lambda x: (x - 0.5) / 0.2)
@@ -106,16 +78,6 @@ def test_images_of_several_folders_are_one() -> None:
     assert torch.equal(stacked([first.images, second.images]), torch.cat([first.images, second.images]))
 
 
-def test_splits_keep_images_on_disk() -> None:
-    disk, y = Disk(12), torch.arange(12) % 2
-    whole = Split(as_inputs(disk.streamed()), y)
-    splits = Splits(whole.take(torch.arange(6)), whole.take(torch.arange(6, 9)), whole.take(y == 1), ("a", "b"))
-    moved = splits.to(torch.device("cpu")).map(lambda part, name: Split(changed(part.x, Tensor.float), part.y))
-    assert disk.read == []
-    assert torch.equal(moved.validation.x[:], disk.images[6:9].float())
-    assert torch.equal(moved.test.x[:], disk.images[1::2].float())
-
-
 def test_a_shift_is_that_of_images_in_memory() -> None:
     disk, y = Disk(12), torch.arange(12) % 2
     parts = (torch.arange(3), torch.arange(3, 8), torch.tensor([9, 8, 11, 10]))
@@ -133,69 +95,3 @@ def test_a_shift_is_that_of_images_in_memory() -> None:
         assert torch.equal(taken(part, torch.tensor([2, 0]))[:], expected[[2, 0]])
         normalised = changed(part, lambda x: (x - 0.5) / 0.2)
         assert torch.equal(normalised[[1]], (expected[[1]] - 0.5) / 0.2)
-
-
-def test_a_forked_process_reads_what_its_parent_had_begun_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(8)
-    images = disk.streamed()
-    images.prepare(slice(None))
-    first, process = images[:2], os.getpid()
-    for future in list(images._source.reading._futures.values()):  # type: ignore[attr-defined]
-        future.cancel()  # as in a fork, where no thread is left to read it
-    monkeypatch.setattr(os, "getpid", lambda: process + 1)
-    assert torch.equal(torch.cat([first, images[2:]]), disk.images)
-
-
-def test_an_error_is_that_of_the_image_that_was_asked_for() -> None:
-    def read(row: int) -> Tensor:
-        if row > 3:
-            raise DataError(f"image {row} is broken")
-        return torch.zeros(3, 2, 2, dtype=torch.uint8)
-
-    images = StreamedImages.of(read, 8, (3, 2, 2))
-    assert images[:4].shape == (4, 3, 2, 2)
-    assert_refused(lambda: images[2:8], DataError, "4")
-    parts = images.split(2)
-    assert [len(next(parts)) for _ in range(2)] == [2, 2]  # though later ones are read ahead
-    assert_refused(lambda: next(parts), DataError, "4")
-
-
-# --- Folders ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two classes of four noisy images, of unequal sizes, one of them turned by its EXIF orientation."""
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-        for i in range(4):
-            image = Image.fromarray(rng.integers(0, 256, (9 + i, 12, 3), dtype=np.uint8))
-            exif = image.getexif()
-            exif[0x0112] = 6 if i == 2 else 1
-            image.save(tmp_path / name / f"{i}.jpg", exif=exif)
-    return tmp_path
-
-
-def test_a_folder_gives_the_same_from_disk_as_in_memory(folder: Path) -> None:
-    memory, disk = (load_image_folder(folder, 7, stream=stream) for stream in (False, True))
-    assert is_streamed(disk.x)
-    assert not is_streamed(memory.x)
-    assert torch.equal(disk.x[:], memory.x)
-    assert torch.equal(disk.y, memory.y)
-    assert disk.class_names == memory.class_names
-
-
-def test_what_is_wrong_with_a_folder_is_said_before_anything_is_trained(folder: Path) -> None:
-    assert_refused(lambda: load_image_folder(folder, stream=True), DataError, "10 x 12", "cat/1.jpg", "9 x 12")
-    (folder / "dog/3.jpg").write_bytes(b"no picture")
-    assert_refused(lambda: load_image_folder(folder, 7, stream=True), DataError, "dog/3.jpg")
-
-
-def test_further_frames_are_said_to_be_left_out(folder: Path) -> None:
-    frames = [Image.fromarray(np.full((9, 9), shade, np.uint8)) for shade in (40, 90)]
-    frames[0].save(folder / "cat/5.gif", save_all=True, append_images=frames[1:])
-    data = assert_warned(lambda: load_image_folder(folder, 7, stream=True), "frames", "cat/5.gif")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(data.x[:]) == len(data)

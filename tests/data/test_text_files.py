@@ -1,7 +1,8 @@
-"""The text of files made here: its encoding, its rows and cells, as they are found or refused."""
+"""The text of files: encodings, delimiters, numbers, and what is said of how it was read."""
 
 import bz2
 import gzip
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,13 @@ import pytest
 from helpers.csv_tables import reads, refused, rows_of
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.tables import read_csv
+from metricopt_ext.data.numerals import MISSING, number_in, plain_number, written_otherwise
+from metricopt_ext.data.parquet import parquet_cells
+from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.text_files import DELIMITERS
 from metricopt_ext.errors import DataError
 
 PLAIN = rows_of("name,a,y", ["Müller", *["Smith"] * 5], range(6))
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_table_in_utf8(tmp_path: Path, encoding: str) -> None:
-    table = reads(tmp_path, PLAIN.encode(encoding))
-    assert table.reading.found == "cells parted by ',', 6 rows"
-    assert table.x.tolist() == [[float(i == 0), float(i > 0), i] for i in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -56,26 +53,73 @@ def test_the_delimiter_is_found_whatever_ends_a_line(tmp_path: Path, delimiter: 
     assert f"cells parted by {delimiter!r}" in table.reading.found
 
 
-def test_quoted_cells_may_have_the_delimiter_and_line_ends(tmp_path: Path) -> None:
-    table = reads(tmp_path, 'text,a,y\n"p,\n""q""",1,no\nr,2,yes\n')
-    assert table.x.tolist() == [[1, 0, 1], [0, 1, 2]]
+@pytest.mark.parametrize(("cell", "number"), [("12", 12), ("-7.5", -7.5), ("+.5", 0.5), ("1e3", 1000), ("6.", 6)])
+def test_a_plain_number_is_read(cell: str, number: float) -> None:
+    assert plain_number(cell) == number_in(cell) == number
+    assert not written_otherwise(cell)
+
+
+def test_infinity_is_a_number_but_no_plain_one() -> None:
+    assert number_in("-inf") == -math.inf
+    assert plain_number("-inf") is None
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("y,a;y\n1,2;3\n", r"','.*leave one alone"),
-        ("a,y\n1,no,\n", r"row 2 must have 2.*3, parted by ','"),
-        ("a,y,\n1,no,\n", "column 3 of 3 has no name"),
-        ("5.1,3.5,y\n4.9,3.0,y\n", r"first.*seems to be an example"),
-        ("5.1,y\n4.9,y\n", r"first.*seems to be an example"),
-        ("a,y\n1,0\n2,nan\n", r"'y'.*3; .* \(data\.categories=\[y\] if"),
-        ("a,y\n1,1\n2,0\n3,1.0\n", r"one way.*'1'.*2 and '1.0' in row 4"),
-        ("a,y\n1,no\n,\n", r"'y' must be given.*'' in row 3"),
-        ('a,y\n1,no\n"2" ,yes\n', r"cannot.*3 of.*','..*enclose all of it"),
-        ('a,y\n1,no\n"2,yes\n3,no\n', r"cannot.*those inside must be doubled"),
-        ("sep=;\na;y\n1;no\n2;yes\n", r"take.*first row, which is for Excel"),
-    ],
+    "cell",
+    ["1,5", "1,234", "1.234,5", "1'234'567", "1\u00a0234", "\u22123", "12%", "-$7.5", "5 €", "(3)", "($1,234.5)"],
 )
-def test_layouts_that_are_not_guessed(tmp_path: Path, content: str, message: str) -> None:
-    assert re.search(message, refused(tmp_path, content))
+def test_another_notation_is_told_from_no_number(cell: str) -> None:
+    assert number_in(cell) is None
+    assert written_otherwise(cell)
+
+
+@pytest.mark.parametrize(
+    "cell", [*sorted(MISSING), "x", "1_0", "((3))", "1,23,4", "1 2", "1.2.3", "2020-01-02", "12:30", "A1"]
+)
+def test_words_and_marks_of_missing_numbers_are_none(cell: str) -> None:
+    assert number_in(cell) is None
+    assert not written_otherwise(cell)
+
+
+arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+
+def write(path: Path, **columns: list[object]) -> Path:
+    parquet.write_table(arrow.table(columns), path)
+    return path
+
+
+def test_cells_are_those_of_a_csv_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.parquet", a=[1, None], b=[0.1, 3.0], c=["x ", None], d=[True, False])
+    assert parquet_cells(file) == [
+        (1, ["a", "b", "c", "d"]),
+        (2, ["1", "0.1", "x", "True"]),
+        (3, ["", "3", "", "False"]),
+    ]
+
+
+def test_what_is_no_cell_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.parquet", a=[[1.0], [2.0]])
+    assert_refused(lambda: parquet_cells(file), DataError, "'a'")
+
+
+AGE = Column("age", "number", 1, 40, 4, ["'-' in row 31", "'' in row 32", "'x' in row 40"])
+
+
+JOB = Column("job", "category", 3, 3)
+
+
+READING = Reading("utf-8", [AGE, JOB, Column("y", "class", 0, 2)])
+
+
+def test_what_is_worth_a_look_is_said_in_words() -> None:
+    assert READING.lines() == [
+        "read as utf-8; columns: 1 number, 1 category, 1 class",
+        "column 'age': number, 40 values, 4 without one ('-' in row 31, '' in row 32, 'x' in row 40, ...)",
+    ]
+    assert READING.inputs == ["age", "job", "job", "job"]
+    assert Reading("LIBSVM data").lines() == ["read as LIBSVM data"]
+
+
+def test_names_from_files_stay_on_their_line() -> None:
+    assert str(Column("a\n\x1b[2J", "number", 1, 9)) == "column 'a\\n\\x1b[2J': number, 9 values"

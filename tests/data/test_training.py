@@ -1,14 +1,20 @@
-"""Supervised training: its steps against Adam written out, what it leaves alone, and the batches it asks for."""
+"""Supervised training: its steps against Adam written out, its batches, and what a killed one goes on from."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from helpers.tensors import rand
+from metricopt_ext.data import training_state
 from metricopt_ext.data.training import train_supervised
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.tasks.batches import TensorBatches
 
 
 def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -51,16 +57,6 @@ def test_steps_are_those_of_adam_under_a_one_cycle_schedule() -> None:
     train_supervised(model, squares, lambda seed, task, step: batch_of(step), steps=steps, lr=peak, seed=0)
     trained = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
     torch.testing.assert_close(trained, w, rtol=1e-9, atol=1e-9)
-
-
-def test_it_comes_to_the_least_squares_solution() -> None:
-    x, noise = rand(50, 3), rand(50, 1, seed=2)
-    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]).double() + 0.3 + 0.1 * noise
-    model = linear()
-    train_supervised(model, squares, lambda *address: (x, y), steps=1000, lr=0.05, seed=0)
-    solution = torch.linalg.lstsq(torch.cat([x, torch.ones(50, 1).double()], dim=1), y).solution.flatten()
-    torch.testing.assert_close(model.weight.detach().flatten(), solution[:3], atol=1e-3, rtol=0)
-    torch.testing.assert_close(model.bias.detach(), solution[3:], atol=1e-3, rtol=0)
 
 
 def test_what_is_frozen_stays_and_modes_are_those_of_training() -> None:
@@ -109,3 +105,77 @@ def test_images_are_varied_by_seed_and_step_alone_where_asked(augment: bool) -> 
     assert torch.equal(one[0], images) is not augment
     assert torch.equal(one[0], one[1]) is not augment
     assert torch.equal(one[0], other[0]) is not augment
+
+
+STEPS = 12
+
+
+def small_net(seed: int, width: int = 6) -> nn.Module:
+    """A network with all that a training changes or draws: BatchNorm's statistics, dropout's masks, a frozen layer."""
+    torch.manual_seed(seed)
+    convolution = nn.Conv2d(1, 2, 3, padding=1).requires_grad_(False)
+    return nn.Sequential(
+        *(convolution, nn.BatchNorm2d(2), nn.Flatten(), nn.Dropout(0.5)),
+        *(nn.Linear(128, width), nn.ReLU(), nn.Linear(width, 3)),
+    )
+
+
+class Training:
+    """Trains the network; ``train(killed=n)`` is interrupted in step n."""
+
+    def __init__(self, file: Path | None, model: nn.Module, **settings: Any) -> None:
+        self.file, self.model, self.taken = file, model, 0
+        self.settings = {"steps": STEPS, "lr": 0.05, "seed": 4, "augment": True, **settings}
+
+    def train(self, killed: int = -1, callback: Callback | None = None) -> None:
+        x = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.taken == killed:
+                raise KeyboardInterrupt
+            self.taken += 1
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        batches = TensorBatches(x, torch.arange(30) % 3, 10)
+        train_supervised(self.model, loss, batches, **self.settings, checkpoint=self.file, callback=callback)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("killed", [0, 1, 3, 7, STEPS - 1])
+def test_a_killed_training_goes_on_to_the_same_bits(killed: int, tmp_path: Path) -> None:
+    file = tmp_path / "t.safetensors"
+    straight = Training(None, small_net(0))
+    straight.train()
+    with pytest.raises(KeyboardInterrupt):
+        Training(file, small_net(0)).train(killed=killed)
+    resumed = Training(file, small_net(0 if killed == 0 else 1))  # at 0 there is no file
+    resumed.train()
+    assert resumed.taken == STEPS - killed
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("model", "settings", "names"),
+    [
+        (small_net(0), {"lr": 0.1}, ("t.safetensors", "0.05", "0.1")),
+        (small_net(0), {"steps": 20}, ("steps", "12", "20")),
+        (small_net(0, width=7), {}, ("t.safetensors",)),
+    ],
+)
+def test_another_training_is_not_gone_on_from(
+    model: nn.Module, settings: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Training(tmp_path / "t.safetensors", small_net(0)).train(killed=5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = Training(tmp_path / "t.safetensors", model, **settings)
+    assert_refused(other.train, FileFormatError, *names)
+    assert other.taken == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
