@@ -1,7 +1,5 @@
-"""Loaders on small files made here, splitting, and shifts of the class ratio."""
+"""The data of configs: divided, held out, filled in, standardised, shifted and thinned out."""
 
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +13,11 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from helpers.refusals import assert_refused
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import (
     divided,
     hold_out,
     imputed,
-    load_cifar10,
     load_sklearn,
     single_precision,
     split,
@@ -27,40 +25,13 @@ from metricopt_ext.classification.data import (
     stratified_parts,
     with_positive,
 )
-from metricopt_ext.classification.shift import shift_class_ratio
+from metricopt_ext.classification.shift import long_tail, shift_class_ratio
+from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.data.labelled import Split, Unscaled
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.errors import DataError
-
-
-def test_cifar10_from_images(lay: Callable[..., Path], tmp_path: Path) -> None:
-    lay(tmp_path / "train", {"cat/2.png": 12, "cat/1.png": 11, "ant/7.png": 1})
-    assert_refused(lambda: load_cifar10(tmp_path), DataError, "test")
-    lay(tmp_path / "test", {"cat/1.png": 9, "ant/1.png": 8})
-    train, test = load_cifar10(tmp_path)
-    assert train.x[:, 0, 0, 0].tolist() == [1, 11, 12]
-    assert test.x[:, 0, 0, 0].tolist() == [8, 9]
-    lay(tmp_path / "test", {"dog/1.png": 9})
-    assert_refused(lambda: load_cifar10(tmp_path), DataError, "ant", "cat")
-
-
-def test_cifar10_from_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cifar10 = pytest.importorskip("torchvision.datasets").CIFAR10
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    assert_refused(lambda: load_cifar10(tmp_path), DataError)
-    monkeypatch.setattr(cifar10, "train_list", [["data_batch_1", None]])
-    monkeypatch.setattr(cifar10, "test_list", [["test_batch", None]])
-    monkeypatch.setattr(cifar10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
-    for name in ("data_batch_1", "test_batch"):
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [1, 0, 1]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["airplane", "automobile"]}))
-    train, test = load_cifar10(tmp_path)
-    assert torch.equal(train.x, torch.from_numpy(pixels).view(3, 3, 32, 32))
-    assert test.y.tolist() == [1, 0, 1]
-    assert test.class_names == ("airplane", "automobile")
+from metricopt_ext.utils.config import load_config
 
 
 def test_bundled_sets() -> None:
@@ -91,19 +62,6 @@ def test_split_partitions_in_the_proportions() -> None:
     assert (parts.num_classes, parts.class_names) == (2, ("0", "1"))
 
 
-def test_split_depends_on_the_seed_only() -> None:
-    x, y = _numbered()
-    first, again, other = split(x, y, seed=3), split(x, y, seed=3), split(x, y, seed=4)
-    assert torch.equal(first.test.x, again.test.x)
-    assert torch.equal(first.train.x, again.train.x)
-    assert not torch.equal(first.test.x, other.test.x)
-
-
-def test_split_refuses_a_class_of_a_single_example() -> None:
-    x, y = torch.zeros(20, 2), torch.tensor([0] * 19 + [1])
-    assert_refused(lambda: split(x, y, class_names=["usual", "rare"]), DataError, "rare")
-
-
 def test_the_only_example_of_a_class_is_not_held_out() -> None:
     y = torch.tensor([0] * 10 + [1] * 9 + [2])
     for seed in range(5):
@@ -116,12 +74,6 @@ def test_the_only_example_of_a_class_is_not_held_out() -> None:
         assert 2 in parts.train.y
 
 
-def test_a_part_without_room_for_each_class_says_what_to_do() -> None:
-    assert_refused(
-        lambda: hold_out(Split(torch.zeros(30, 2), torch.arange(30) % 3), 2), DataError, "2", "30", "data.fractions"
-    )
-
-
 def test_either_of_two_classes_can_be_the_positive_one() -> None:
     splits = split(*_numbered(), class_names=["no", "yes"])
     assert with_positive(splits, "yes") is splits
@@ -132,24 +84,6 @@ def test_either_of_two_classes_can_be_the_positive_one() -> None:
         assert torch.equal(getattr(turned, part).y, 1 - getattr(splits, part).y)
     assert_refused(lambda: with_positive(splits, "maybe"), DataError, "data.positive='maybe'", "'no'", "yes")
     assert_refused(lambda: with_positive(_splits([5, 5, 5], [5, 5, 5]), "a"), DataError, "data.positive='a'", "3")
-
-
-@pytest.mark.parametrize("fractions", [(0.7, 0.3), (0.7, 0.3, 0.0), (0.7, 0.2, 0.2), (1.2, -0.3, 0.1)])
-def test_impossible_fractions(fractions: tuple[float, ...]) -> None:
-    assert_refused(lambda: split(*_numbered(), fractions), ValueError, "0", "1")
-
-
-def test_sets_too_small_to_split() -> None:
-    assert_refused(lambda: split(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), (0.9, 0.05, 0.05)), DataError, "0", "4")
-    assert_refused(lambda: split(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)), DataError)
-
-
-def test_hold_out_by_count_or_share() -> None:
-    x, y = _numbered()
-    rest, held = hold_out(Split(x, y), 50)
-    assert (len(rest), len(held)) == (150, 50)
-    assert torch.equal(hold_out(Split(x, y), 0.25)[1].x, held.x)
-    assert_refused(lambda: hold_out(Split(x, y), 200), DataError, "200")
 
 
 def test_standardise_uses_train_only() -> None:
@@ -196,12 +130,6 @@ def test_missing_numbers_are_filled_in_as_by_scikit_learn(how: str, scaled: bool
     assert done.reading.inputs == [*"abc", *(["a is missing", "c is missing"] if how == "indicator" else [])]
 
 
-def test_a_column_without_a_number_in_train_is_named() -> None:
-    x = torch.zeros(100, 3, dtype=torch.float64)
-    x[:, 1] = torch.nan
-    assert_refused(lambda: imputed(_table(x), "mean"), DataError, "'b'", "data.drop")
-
-
 def test_standardising_happens_in_float64() -> None:
     seconds = 1_700_000_064 + torch.arange(100, dtype=torch.float64)
     splits = _table(torch.stack([seconds, seconds / 7, torch.zeros(100, dtype=torch.float64)], 1))
@@ -214,13 +142,6 @@ def test_standardising_happens_in_float64() -> None:
     far[3, 2] = 1e30
     far[:, 2] += seconds[:60]
     assert_refused(lambda: standardise(replace(splits, train=Unscaled(far, splits.train.y))), DataError, "'c'")
-
-
-def test_the_positive_class_of_a_table_leaves_its_digits() -> None:
-    seconds = 1_700_000_064 + torch.arange(300, dtype=torch.float64).view(100, 3)
-    turned = with_positive(_table(seconds), "no")
-    assert turned.train.x.dtype == torch.float64
-    assert turned.class_names == ("yes", "no")
 
 
 def _labels(counts: list[int]) -> Split:
@@ -239,12 +160,8 @@ def _splits(validation: list[int], test: list[int]) -> Splits:
     ("counts", "ratio", "kept"),
     [
         ([180, 20], [0.5, 0.5], [20, 20]),  # class 1 is scarce and stays whole
-        ([180, 20], [0.9, 0.1], [180, 20]),  # as it is
         ([180, 20], [0.95, 0.05], [180, 9]),  # class 0 stays whole: 180 / 0.95 * 0.05 = 9.47
-        ([184, 20], [0.95, 0.05], [184, 10]),  # 9.68
         ([10, 20, 30], [0.5, 0.25, 0.25], [10, 5, 5]),
-        ([30, 10, 20], [0.2, 0.4, 0.4], [5, 10, 10]),
-        ([7, 7, 7], [0.1, 0.2, 0.7], [1, 2, 7]),
     ],
 )
 def test_a_class_ratio_is_met_by_dropping_as_few_as_possible(
@@ -263,41 +180,6 @@ def test_a_class_ratio_is_met_by_dropping_as_few_as_possible(
         missed = (of_class - len(after) * torch.tensor(ratio, dtype=torch.float64)).abs()
         assert missed.max() < 1
         assert (of_class == before.y.bincount()).any()  # nothing could be added to this class
-
-
-def test_the_choice_for_a_class_ratio_is_random_by_seed() -> None:
-    splits = _splits([90, 10], [90, 10])
-    first, again, other = (shift_class_ratio(splits, [0.5, 0.5], seed) for seed in (1, 1, 2))
-    assert torch.equal(first.validation.x, again.validation.x)
-    assert torch.equal(first.test.x, again.test.x)
-    assert not torch.equal(first.validation.x, other.validation.x)
-    assert not torch.equal(first.validation.x, first.test.x)
-    of_class_0 = splits.test.x[splits.test.y == 0, 0]
-    often = torch.zeros(100)
-    for seed in range(450):
-        often[shift_class_ratio(splits, [0.5, 0.5], seed).test.x[:, 0].long()] += 1
-    assert (often[splits.test.y == 1] == 450).all()
-    assert 25 < often[of_class_0.long()].min() < 50 < often[of_class_0.long()].max() < 80  # each 50 times, std 6.7
-
-
-@pytest.mark.parametrize(
-    ("ratio", "names"),
-    [
-        ([], ("2",)),
-        ([0.2, 0.3, 0.5], ("0.2", "0.3", "0.5")),
-        ([0.5, 0.6], ("1", "0.5", "0.6")),
-        ([1.0, 0.0], ("0",)),
-        ([1.5, -0.5], ("0",)),
-        ([0.5, float("nan")], ("0",)),
-    ],
-)
-def test_impossible_class_ratios(ratio: list[float], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: shift_class_ratio(_splits([5, 5], [5, 5]), ratio), ValueError, *names)
-
-
-def test_parts_too_small_for_a_class_ratio_are_named() -> None:
-    assert_refused(lambda: shift_class_ratio(_splits([30, 30], [9, 9]), [0.95, 0.05]), DataError, "9", "0")
-    assert_refused(lambda: shift_class_ratio(_splits([9, 0], [9, 9]), [0.5, 0.5]), DataError, "9", "0")
 
 
 def test_several_labels_are_divided_by_their_shares() -> None:
@@ -323,3 +205,73 @@ def test_parts_have_every_class(counts: tuple[int, int], size: int, sizes: list[
         shares = [int((y[part] == label).sum()) for part in parts]
         assert max(shares) - min(shares) <= 1
         assert min(shares) >= count // len(parts) >= 1
+
+
+def splits_of(*counts: int) -> Splits:
+    """Each example's input is its place, classes one after another."""
+
+    def part(counts: tuple[int, ...]) -> Split:
+        y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        return Split(torch.arange(len(y), dtype=torch.float32)[:, None], y)
+
+    names = tuple(map(str, range(len(counts))))
+    return Splits(part(counts), part((2,) * len(counts)), part((3,) * len(counts)), names)
+
+
+@pytest.mark.parametrize(
+    ("counts", "imbalance", "largest", "kept"),
+    [
+        ((100, 100, 100), 100, 0, [100, 10, 1]),
+        ((100, 100, 100, 100), 8, 80, [80, 40, 20, 10]),
+        ((60, 90), 15, 0, [60, 4]),
+        ((100, 20, 100), 4, 0, [40, 20, 10]),  # the second class has the fewest for its share
+        ((100, 100, 100), 1, 30, [30, 30, 30]),
+        ((7, 5, 6), 1, 0, [5, 5, 5]),
+        ((81, 82, 81, 82, 81, 82, 82, 81, 79, 81), 15, 60, [60, 44, 33, 24, 18, 13, 10, 7, 5, 4]),
+    ],
+)
+def test_counts_fall_geometrically(counts: tuple[int, ...], imbalance: float, largest: int, kept: list[int]) -> None:
+    whole = splits_of(*counts)
+    tail = long_tail(whole, imbalance, largest, seed=3)
+    assert torch.bincount(tail.train.y).tolist() == kept
+    places = tail.train.x[:, 0].long()
+    assert torch.equal(tail.train.y, whole.train.y[places])
+    assert (places.diff() > 0).all()  # each once, in the order that they had
+    assert tail.validation is whole.validation
+    assert tail.test is whole.test
+
+
+def test_the_choice_is_the_seed_s() -> None:
+    whole = splits_of(50, 50)
+    one, again, other = (long_tail(whole, 5, seed=seed).train.x for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+DIGITS = Path(__file__).parents[2] / "configs" / "classification" / "digits.yaml"
+
+
+def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
+    return load_config(ClassificationConfig, file, ["model.epochs=1", "adapter.dim=3", "device=cpu", *overrides])
+
+
+def test_only_validation_and_test_are_shifted_and_always_in_the_same_way() -> None:
+    clean, shifted, again = (load_splits(config_of(*more), 5) for more in (["shift.kind=none"], [], []))
+    assert torch.equal(clean.train.x, shifted.train.x)
+    for name in ("validation", "test"):
+        a, b, c = (getattr(splits, name) for splits in (clean, shifted, again))
+        assert torch.equal(a.y, b.y)
+        assert torch.equal(b.x, c.x)
+        assert ((a.x - b.x).abs().flatten(1).amax(1) > 0.05).all()
+    other = load_splits(config_of(), 6)
+    assert not torch.equal(other.train.y, shifted.train.y)
+    sizes = [len(getattr(shifted, name)) for name in ("train", "validation", "test")]
+    assert sizes == [1797 - 359 - 629, 359, 629]
+
+
+def test_a_long_tail_is_standardised_by_what_is_left() -> None:
+    settings = ["data.name=wine", "data.standardise=true", "shift.kind=none", "data.imbalance=4"]
+    splits = load_splits(config_of(*settings), 1)
+    counts = torch.bincount(splits.train.y).tolist()
+    assert counts[0] == pytest.approx(4 * counts[2], abs=3)
+    torch.testing.assert_close(splits.train.x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)

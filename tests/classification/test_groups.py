@@ -97,19 +97,6 @@ def test_a_metric_is_given_the_columns_of_the_rows_that_are_judged() -> None:
     assert (asked[-1][2] == whole.columns["region"][[3, 3, 5]]).all()
 
 
-def test_columns_go_with_their_rows() -> None:
-    whole = part(40)
-    taken = whole.take(whole.y == 1)
-    assert (taken.columns["weight"] == whole.columns["weight"][(whole.y == 1).numpy()]).all()
-    assert_refused(
-        lambda: Split(torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), columns={"w": np.zeros(3)}),
-        DataError,
-        "'w'",
-        "2",
-        "(3,)",
-    )
-
-
 def module(folder: Path) -> str:
     """A name that no other test imports."""
     return f"score_{folder.name}"
@@ -165,47 +152,16 @@ def test_the_tool_judges_by_columns_of_the_same_rows(tmp_path: Path) -> None:
     [
         (["metric.columns=[region,price]"], ("price", "0", "5")),
         (["metric.columns=[bought]"], ("data.target='bought'", "metric")),
-        (["metric.columns=[region,region]"], ("metric.columns",)),
         (["metric.columns=[region]"], ("amount",)),
-        (["methods=[sl_r]"], ("methods",)),
-        (
-            ["data.name=iris", "data.root="],
-            ("data.name=iris", "region"),
-        ),
     ],
 )
 def test_columns_that_can_not_be_given_are_refused_by_name(
     tmp_path: Path, more: list[str], names: tuple[str, ...]
 ) -> None:
     table(tmp_path)
-    settings = [each for each in more if not each.startswith("data.")]
-    config = config_of(tmp_path, *settings)
-    if settings != more:  # keys of a table are not of other data
-        own = [
-            f"metric.name={module(tmp_path)}:worst_region",
-            f"metric.folder={tmp_path}",
-            "metric.columns=[region,amount]",
-        ]
-        config = load_config(ClassificationConfig, None, ["model.name=tabular_mlp", *own, more[0]])
+    config = config_of(tmp_path, *more)
     assert_refused(
         lambda: run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False),
         (ConfigError, DataError),
         *names,
     )
-
-
-def test_an_argument_of_its_name_is_given_a_column(tmp_path: Path) -> None:
-    table(tmp_path)
-    config = config_of(
-        tmp_path, f"metric.name={module(tmp_path)}:cost", "metric.columns=[amount]", "metric.maximize=false"
-    )
-    test = load_splits(config, 0).test
-    metric = ClassificationExperiment.describe(config)
-    assert metric.metric == "cost"
-    experiment = ClassificationExperiment(config, tmp_path / "run", 0)
-    model, amount = experiment.task.adapter.model.eval(), test.columns["amount"]
-    with torch.no_grad():
-        wrong = ((predict(model, test.x) > 0).long() != test.y).numpy()
-    got = experiment.test_metric.to_value(experiment.test_metric.evaluate(model, "test").cost)
-    assert got == pytest.approx((amount * wrong).sum() / amount.sum())
-    assert amount.dtype == np.int64

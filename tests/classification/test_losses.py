@@ -1,17 +1,23 @@
-"""Losses compared with their definitions."""
+"""Losses compared with their definitions, by name and of what is predicted."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from helpers.refusals import assert_refused
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.losses import CostSensitive, classification_loss, cross_entropy, loss_of
-from metricopt_ext.classification.targets import Target
+from metricopt_ext.classification.named_loss import named_loss
+from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.utils.config import known_keys, load_config
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 Y = torch.tensor([0, 1, 1, 0, 1, 0])
 
 
@@ -49,12 +55,74 @@ def test_the_loss_is_that_of_what_is_predicted() -> None:
     torch.testing.assert_close(loss_of(Target("multilabel", 2))(model, (X, labels)), each.mean())
 
 
-def test_models_that_give_a_tuple_are_refused() -> None:
-    class Several(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x), x
+TARGET = Target("classes", 3)
 
-    model = Several(4, 2, dtype=torch.float64)
-    for loss in (classification_loss, loss_of(Target("labels", 2))):
-        with pytest.raises(ConfigError):
-            loss(model, (X, Y))
+
+INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+NET = nn.Linear(4, 3)
+
+
+def config_of(*overrides: str) -> ClassificationConfig:
+    return load_config(ClassificationConfig, None, ["data.name=digits", "model.name=small_cnn", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "loss"),
+    [
+        ("cross_entropy", "", cross_entropy),
+        ("cost_sensitive", "{weights: [1.0, 2.0, 3.0]}", CostSensitive([1.0, 2.0, 3.0])),
+    ],
+)
+def test_a_loss_by_name_is_that_loss_of_the_logits(name: str, params: str, loss: Any) -> None:
+    config = config_of(f"loss.name={name}", *([f"loss.params={params}"] if params else []))
+    assert named_loss(config, TARGET)(NET, (INPUTS, LABELS)) == loss(NET(INPUTS), LABELS)
+
+
+def test_without_a_name_it_is_cross_entropy_and_there_are_no_keys() -> None:
+    config = config_of()
+    assert named_loss(config, TARGET) is classification_loss
+    assert not [key for key in known_keys(config) if key.startswith("loss")]
+    assert_refused(lambda: config_of("loss.params={margin: 3}"), ConfigError, "loss.params")
+
+
+RNG = torch.Generator().manual_seed(0)
+
+
+LOGITS = torch.randn(50, 3, generator=RNG)
+
+
+def test_losses_are_those_of_the_definitions() -> None:
+    classes = torch.arange(50) % 3
+    assert Target("classes", 3).loss(LOGITS, classes) == pytest.approx(float(F.cross_entropy(LOGITS, classes)))
+    two = (classes > 0).long()
+    probability = LOGITS[:, 0].sigmoid()
+    expected = -torch.where(two == 1, probability, 1 - probability).log()
+    torch.testing.assert_close(Target("classes", 2).losses(LOGITS[:, 0], two), expected)
+    labels = torch.stack([two, 1 - two, two], 1)
+    each = -torch.where(labels == 1, LOGITS.sigmoid(), (-LOGITS).sigmoid()).log()
+    torch.testing.assert_close(Target("multilabel", 3).losses(LOGITS, labels), each.mean(1))
+
+
+def test_decisions() -> None:
+    assert Target("multilabel", 2).decide(torch.tensor([[0.1, -0.1]])).tolist() == [[1, 0]]
+    assert Target("classes", 2).decide(torch.tensor([0.1, -0.1])).tolist() == [1, 0]
+
+
+def test_probabilities_are_in_double_precision() -> None:
+    found = Target("classes", 3).probabilities(LOGITS)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, LOGITS.double().softmax(1))
+    assert Target("classes", 2).probabilities(torch.tensor([0.0]))[0].tolist() == [0.5, 0.5]
+
+
+def test_thresholds_that_predict_as_many_as_there_are() -> None:
+    labels = torch.stack([torch.arange(50) < each for each in (0, 13, 50)], 1).long()
+    target = Target("multilabel", 3)
+    moved = LOGITS + matching_offsets(LOGITS, target.shares(labels))
+    assert target.decide(moved).sum(0).tolist() == [0, 13, 50]
+    assert len(Target("classes", 3).shares(torch.arange(50) % 3)) == 0

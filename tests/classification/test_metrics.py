@@ -16,7 +16,7 @@ from torch import Tensor
 from helpers.refusals import assert_named, assert_refused, having
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.label_metrics import label_metric
-from metricopt_ext.classification.metrics import METRICS, check_split, expected_cost
+from metricopt_ext.classification.metrics import METRICS, expected_cost
 from metricopt_ext.errors import ConfigError, DataError, MetricError
 from testers.metric import MetricTester, Rows, labelled_rows
 
@@ -51,16 +51,12 @@ class OfDecisions(OfClasses):
 
 class TestMisclassificationRate(OfDecisions):
     name = "mcr"
-
-    def of(self, labels: Any, predicted: Any, average: str) -> float:
-        return skm.zero_one_loss(labels, predicted)
+    of = staticmethod(lambda labels, predicted, _: skm.zero_one_loss(labels, predicted))
 
 
 class TestAccuracy(OfDecisions):
     name = "accuracy"
-
-    def of(self, labels: Any, predicted: Any, average: str) -> float:
-        return skm.accuracy_score(labels, predicted)
+    of = staticmethod(lambda labels, predicted, _: skm.accuracy_score(labels, predicted))
 
 
 class TestF1(OfDecisions):
@@ -93,9 +89,7 @@ class TestMeanIou(OfDecisions):
 
 class TestBalancedAccuracy(OfDecisions):
     name = "balanced_accuracy"
-
-    def of(self, labels: Any, predicted: Any, average: str) -> float:
-        return skm.balanced_accuracy_score(labels, predicted)
+    of = staticmethod(lambda labels, predicted, _: skm.balanced_accuracy_score(labels, predicted))
 
 
 class TestWorstRecall(OfDecisions):
@@ -107,9 +101,7 @@ class TestWorstRecall(OfDecisions):
 
 class TestMatthews(OfDecisions):
     name, bounds = "mcc", (-1.0, 1.0)
-
-    def of(self, labels: Any, predicted: Any, average: str) -> float:
-        return skm.matthews_corrcoef(labels, predicted)
+    of = staticmethod(lambda labels, predicted, _: skm.matthews_corrcoef(labels, predicted))
 
 
 COSTS = np.array([[0.0, 5, 1, 2], [2, 0, 1, 3], [10, 4, -1, 1], [1, 1, 1, 0]])
@@ -221,16 +213,12 @@ class TestSamplesF1OfLabels(OfLabels):
 
 class TestSubsetAccuracy(OfLabels):
     name = "subset_accuracy"
-
-    def of(self, labels: Any, predicted: Any) -> float:
-        return skm.accuracy_score(labels, predicted)
+    of = staticmethod(skm.accuracy_score)
 
 
 class TestHammingLoss(OfLabels):
     name = "hamming_loss"
-
-    def of(self, labels: Any, predicted: Any) -> float:
-        return skm.hamming_loss(labels, predicted)
+    of = staticmethod(skm.hamming_loss)
 
 
 class TestMeanAveragePrecisionOfLabels(OfLabels):
@@ -367,16 +355,6 @@ def test_from_callable_gives_columns_by_place_or_by_name() -> None:
             from_callable(skm.f1_score if len(columns) == 2 else two, maximize=True, columns=columns)
 
 
-def test_from_callable_gives_torchmetrics_columns_as_tensors() -> None:
-    logits, labels = case(2)
-    queries = np.arange(len(labels)) % 3
-    spec = from_callable(torchmetrics.retrieval.RetrievalMAP(), maximize=True, scores="probabilities", columns=["qid"])
-    scores = logits.double().softmax(1)[:, 1]
-    each = [skm.average_precision_score(labels[queries == q], scores[queries == q]) for q in range(3)]
-    assert spec.function(logits, labels, queries) == pytest.approx(np.mean(each), abs=1e-6)
-    assert_refused(lambda: spec.function(logits, labels, queries.astype(str).astype(object)), DataError, "qid")
-
-
 def test_from_callable_forgives_rounding_but_nothing_else() -> None:
     logits, labels = case(2)
     assert from_callable(lambda y, p: 1 + 1e-7, maximize=True).function(logits, labels) == 1
@@ -385,15 +363,3 @@ def test_from_callable_forgives_rounding_but_nothing_else() -> None:
         with pytest.raises(MetricError) as caught:
             spec.function(logits, labels)
         assert_named(caught, "mine", *names)
-
-
-def test_from_callable_checks_its_arguments() -> None:
-    assert_refused(lambda: from_callable(skm.f1_score, maximize=True, scores="margins"), ValueError, "margins")
-    assert_refused(lambda: from_callable(skm.f1_score, maximize=True, bounds=(1, 0)), ValueError, "(1, 0)")
-
-
-def test_check_split() -> None:
-    check_split(torch.tensor([0, 2, 2]), 3)
-    assert_refused(lambda: check_split(torch.zeros(0, dtype=torch.int64), 3, "tuning"), DataError, "tuning")
-    assert_refused(lambda: check_split(torch.tensor([2, 2]), 3), DataError, "2")
-    assert_refused(lambda: check_split(torch.tensor([0, 2]), 2), DataError, "0..1", "2")

@@ -1,6 +1,5 @@
 """Settings of a classifier's inference, beside means over views made by hand, and what is kept meanwhile."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ pytest.importorskip("torchvision")
 
 import metricopt_ext as mo
 from helpers.networks import Counted
-from helpers.refusals import assert_refused
 from metricopt_ext.classification.callable_metric import from_callable
 from metricopt_ext.classification.metrics import METRICS
-from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.settings import classification_settings, view_of
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
 
@@ -94,15 +90,6 @@ def test_logits_are_the_mean_over_the_views(values: dict[str, Any], classes: int
     assert type(model) is Classifier
 
 
-def test_their_softmax_is_the_geometric_mean_of_probabilities() -> None:
-    model, x = Classifier(), images()
-    views = [logits(model, each).softmax(1) for each in (x, x.flip(-1))]
-    product = (views[0] * views[1]).sqrt()
-    with classification_settings(model).applied({"flip": True}):
-        found = logits(model, x).softmax(1)
-    torch.testing.assert_close(found, product / product.sum(1, keepdim=True), rtol=1e-12, atol=1e-12)
-
-
 def test_what_was_seen_runs_no_model() -> None:
     model, x = Classifier(), images()
     settings = classification_settings(model, temperature=True)
@@ -115,10 +102,7 @@ def test_what_was_seen_runs_no_model() -> None:
         {"flip": True, "crops": 5},
     ]
     for number, values in enumerate(tried):
-        with classification_settings(Classifier(), temperature=True).applied(values):
-            other = Classifier()
-        fresh = classification_settings(other, temperature=True)
-        with fresh.applied(values):
+        with classification_settings(other := Classifier(), temperature=True).applied(values):
             anew[number] = logits(other, x)
     for _ in range(2):
         for number, values in enumerate(tried):
@@ -136,26 +120,6 @@ def test_what_was_seen_runs_no_model() -> None:
     assert settings.passes == 13
 
 
-def test_images_on_disk_are_read_once_for_each_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metricopt_ext.data.parts.CPU_BYTES", 4 * 3 * SIDE**2 * 5)  # of five images
-    memory, read = (255 * images()).to(torch.uint8), list[int]()
-    disk = StreamedImages.of(lambda row: read.append(row) or memory[row], 12, memory.shape[1:])  # type: ignore[func-returns-value]
-    x = as_inputs(disk.changed(Tensor.double, torch.float64))
-    model = Classifier()
-    settings = classification_settings(model, temperature=True)
-    for values, times in (({}, 1), ({"temperature": 2.0}, 1), ({"flip": True}, 2), ({"flip": True}, 2), ({}, 2)):
-        with settings.applied(values), torch.no_grad():
-            found = predict(model, x)
-            assert torch.equal(found, predict(model, memory.double()))
-        assert sorted(read) == sorted([*range(12)] * times)
-    assert settings.passes == 2
-    with torch.no_grad():
-        model.head.bias += 1
-        with settings.applied({}):
-            assert torch.equal(predict(model, x), predict(model, memory.double()))
-    assert settings.passes == 3
-
-
 def test_phi_is_told_apart_and_a_loss_sees_the_model_as_it_is() -> None:
     model, x = Classifier(), images()
     adapter = mo.attach_film(model, ["norm"], dim=4)
@@ -168,20 +132,6 @@ def test_phi_is_told_apart_and_a_loss_sees_the_model_as_it_is() -> None:
                 assert not torch.allclose(model(x), expected)  # with gradients
                 assert model(x).requires_grad
     assert settings.passes == 4
-
-
-def test_a_copy_asks_itself_and_is_plain_afterwards() -> None:
-    model, x = Classifier(), images()
-    with classification_settings(model).applied({"flip": True}):
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other.head.weight += 1
-        found = logits(other, x)
-    plain = Classifier()
-    plain.load_state_dict(other.state_dict())
-    torch.testing.assert_close(found, (logits(plain, x) + logits(plain, x.flip(-1))) / 2, rtol=1e-12, atol=1e-12)
-    assert torch.equal(logits(other, x), logits(plain, x))
-    assert isinstance(other, Classifier)
 
 
 def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None:
@@ -202,37 +152,3 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
             assert metric.to_value(metric.cost(model, "test")) == pytest.approx(expected, abs=1e-6)
             assert accuracy.cost(model, "test") == 0
     assert noticing.runs == settings.passes == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: classification_settings(Classifier(), images=False), ()),
-        (lambda: classification_settings(with_temperature(), temperature=True), ("phi",)),
-        (lambda: classification_settings(hooked()), ("Classifier",)),
-    ],
-)
-def test_what_can_t_be_set_is_refused(make: Any, names: tuple[str, ...]) -> None:
-    assert_refused(make, ValueError, *names)
-
-
-def with_temperature() -> nn.Module:
-    model = Classifier()
-    mo.attach_outputs(model, mo.Outputs("head", temperature=True))
-    assert classification_settings(model).names == ("flip", "crops")
-    return model
-
-
-def hooked() -> nn.Module:
-    model = Classifier()
-    model.register_forward_hook(lambda module, inputs, output: output)
-    return model
-
-
-def test_what_has_no_views_is_refused() -> None:
-    table = nn.Linear(4, 2).eval()
-    with classification_settings(table).applied({"flip": True}):
-        assert_refused(lambda: logits(table, torch.rand(5, 4)), ValueError, "(5, 4)")
-    maps = nn.Conv2d(3, 2, 1).eval()
-    with classification_settings(maps).applied({"flip": True}):
-        assert_refused(lambda: logits(maps, torch.rand(5, 3, 8, 8)), ValueError, "views")

@@ -1,28 +1,19 @@
-"""CSV files made here, as they are read or refused."""
+"""Tables and LIBSVM files made here: what their cells mean, and what may mean another."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from helpers.csv_tables import rows_of
+from helpers.csv_tables import reads, rows_of
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.classification.libsvm import load_libsvm
+from metricopt_ext.classification.libsvm import load_a9a, load_libsvm, read_libsvm
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.errors import DataError
-
-CSV = "age, job,hours ,income\n30, clerk,40,>50K\n41,none,38.5, <=50K\n\n25, clerk, 1e1,<=50K\n"
-
-
-def test_csv(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("\ufeff" + CSV, encoding="utf-8")
-    data = read_csv(path, "income")
-    assert data.x.tolist() == [[30, 1, 0, 40], [41, 0, 1, 38.5], [25, 1, 0, 10]]
-    assert data.y.tolist() == [1, 0, 0]
-    assert data.class_names == ("<=50K", ">50K")
-    assert read_csv(path, "income", drop=["job", "age"]).x.tolist() == [[40], [38.5], [10]]
 
 
 def test_marks_of_missing_numbers_are_values_of_a_text_column(tmp_path: Path) -> None:
@@ -47,67 +38,6 @@ def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
     assert data.y.tolist() == [3, 1, 2, 0]
 
 
-def test_errors_of_wide_tables_are_short(tmp_path: Path) -> None:
-    names = [f"feature_{i}" for i in range(55)]
-    (tmp_path / "t.csv").write_text(",".join([*names, "target"]) + "\n" + ",".join(["1"] * 55 + ["a"]) + "\n")
-    with pytest.raises(DataError) as caught:
-        read_csv(tmp_path / "t.csv", "Target")
-    assert_named(caught, "0", "56", "target")
-    assert str(caught.value).count("feature_") == 2
-    (tmp_path / "t.csv").write_text("text,y\n" + "".join(f"{i} {'word ' * 99},a\n" for i in range(101)))
-    with pytest.raises(DataError) as caught:
-        read_csv(tmp_path / "t.csv", "y")
-    assert_named(caught, "101", "100")
-    assert len(str(caught.value).replace(str(tmp_path), "")) < 250
-
-
-def test_csv_orders_numeric_classes_by_number(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("x;y\n1;10\n2;-1\n3;9\n4;2\n5;10\n")
-    data = read_csv(tmp_path / "t.csv", "y")
-    assert data.class_names == ("-1", "2", "9", "10")
-    assert data.y.tolist() == [3, 0, 2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("content", "options", "names"),
-    [
-        (CSV, {"target": "incme"}, ("0", "4", "income")),
-        (CSV, {"target": "income", "drop": ["jobs"]}, ("4", "job")),
-        ("age:income\n1:no\n2:yes\n", {"target": "income"}, ("1", "age:income", "';'")),
-        ("1,2,no\n3,4,yes\n", {"target": "y"}, ("'y'", "0")),
-        (",a,y\n1,2,0\n2,3,1\n", {"target": "y"}, ("1", "3", "data.drop")),
-        ("a,a,y\n1,2,3\n", {"target": "a"}, ("'a'", "2")),
-        ("a,y\n1,0\n,1\n", {"target": "y"}, ("'a'", "''", "3")),
-        ("a,y\n1,0\ninf,1\n", {"target": "y"}, ("'a'", "inf", "3")),
-        ("a,y\n1,0\n?,1\n", {"target": "y"}, ("'a'", "data.drop")),
-        ("a,y\n1,0\n2,1\nNA,1\n", {"target": "y"}, ("'a'", "'NA'", "4")),
-        ('a,y\n"1,5",0\n2,1\n', {"target": "y"}, ("1,5", "'a'", "2")),
-        ("a,y\n1,0\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
-        ("a,y\n1,no\n2,\n", {"target": "y"}, ("'y'", "''", "3")),
-        ("a,y\n1,no\n2,?\n", {"target": "y"}, ("'y'", "'?'", "3")),
-        ("a,y\n?,0\n,1\n", {"target": "y"}, ("'a'", "'?'", "2")),
-        ("a,y\n1,0\n2\n", {"target": "y"}, ("3", "2")),
-        ("y\n0\n1\n", {"target": "y"}, ()),
-        ("a,y\n", {"target": "y"}, ()),
-        ("a,y\n\n\n", {"target": "y"}, ()),
-        (
-            "a,y\n" + "".join(f"p{i},{i % 2}\n" for i in range(101)),
-            {"target": "y"},
-            ("text", "'a'", "101", "'p1'"),
-        ),
-        (
-            "a,y\n" + "".join(f"{i % 2},{i}.5\n" for i in range(101)),
-            {"target": "y"},
-            ("target", "'y'", "101"),
-        ),
-        ('a,y\n"1,0\n', {"target": "y"}, ("CSV",)),
-    ],
-)
-def test_bad_csv_is_named(tmp_path: Path, content: str, options: dict[str, Any], names: tuple[str, ...]) -> None:
-    (tmp_path / "t.csv").write_text(content)
-    assert_refused(lambda: read_csv(tmp_path / "t.csv", **options), DataError, *names)
-
-
 @pytest.mark.parametrize("load", [load_libsvm, lambda path: read_csv(path, "y")])
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
     assert_refused(lambda: load(tmp_path / "nowhere"), DataError, "nowhere", "data.root=DIR")
@@ -116,3 +46,125 @@ def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) ->
 def test_float32_refuses_what_it_cannot_tell_apart(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(rows_of("ts,y", range(1_700_000_000, 1_700_000_400)))
     assert_refused(lambda: in_single_precision(read_csv(tmp_path / "t.csv", "y")), DataError, "'ts'")
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([f"p{i},{i % 2}" for i in range(101)], ("'a'", "101", "'p1'")),  # a text column of too many values
+        ([f"{i % 2},{i}.5" for i in range(101)], ("'y'", "101")),  # a quantity as the target
+        ([f"{10**18 + i},{i % 2}" for i in range(40)], ("'a'", 2)),  # more digits than float64 has
+        ([f"1700000000.{i:09d},{i % 2}" for i in range(9)], ("'a'",)),
+        (["1,1", "2,0", "3,1.0"], ("'y'", "'1.0'", 4)),  # one label in two ways
+    ],
+)
+def test_columns_that_may_mean_another_are_refused(tmp_path: Path, rows: list[str], names: tuple[object, ...]) -> None:
+    (tmp_path / "t.csv").write_text("\n".join(["a,y", *rows, ""]))
+    assert_refused(lambda: read_csv(tmp_path / "t.csv", "y"), DataError, *names)
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected", "note"),
+    [
+        (["-3", "+4", ".5", "6.", "1E2"], [-3, 4, 0.5, 6, 100], ""),
+        (["01234", "56"], [1234, 56], "some begin with 0 ('01234' in row 2); if they are codes, data.categories=[a]"),
+        (["7", "7.0"], [7, 7], "the same in each row"),
+        (["1e30", "1e200"], [1e30, 1e200], ""),
+        (["1700000064", "1700000065"], [1700000064, 1700000065], ""),
+        (["0.1", "16777217"], [0.1, 16777217], ""),
+        (["0.10000000000000000555", "0.30000000000000004"], [0.1, 0.30000000000000004], ""),
+    ],
+)
+def test_numbers_as_tables_write_them(tmp_path: Path, cells: list[str], expected: list[float], note: str) -> None:
+    table = reads(tmp_path, rows_of("a;y", cells, delimiter=";"))
+    single = torch.tensor(expected, dtype=torch.float64).float().tolist() == expected
+    assert table.x.dtype == (torch.float32 if single else torch.float64)
+    assert table.x.flatten().tolist() == expected
+    assert table.reading.columns[0].kind == "number"
+    assert table.reading.columns[0].note.startswith(note)
+    assert bool(table.reading.columns[0].note) == bool(note)
+
+
+def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:
+    rows = [
+        f"{i / 10},{'n' if i % 2 else ''},{9007199254740993 + i},{i}.5,00{i},{'yes' if i % 3 else 'no'}"
+        for i in range(30)
+    ]
+    (path := tmp_path / "t.csv").write_text("\n".join(["size,region,id,share,code,y", *rows]))
+    table = read_csv(path, "y", columns=["share", "region", "id", "code"], categories=["code"])
+    assert table.x.shape == (30, 1)
+    assert {name: values.dtype for name, values in table.columns.items()} == {
+        "region": object,
+        "id": np.int64,
+        "share": np.float64,
+        "code": object,
+    }
+    assert table.columns["region"].tolist() == ["", "n"] * 15
+    assert table.columns["id"].tolist() == [9007199254740993 + i for i in range(30)]
+    assert table.columns["share"].tolist() == [i + 0.5 for i in range(30)]
+    assert table.columns["code"][7] == "007"
+    kinds = {column.name: column.kind for column in table.reading.columns}
+    assert [name for name, kind in kinds.items() if kind == "for the metric"] == ["region", "id", "share", "code"]
+
+
+def test_a_number_for_a_metric_must_be_there(tmp_path: Path) -> None:
+    rows = [f"{i},{i if i != 4 else '?'},{'ab'[i % 2]}" for i in range(20)]
+    (path := tmp_path / "t.csv").write_text("\n".join(["size,weight,y", *rows]))
+    for missing in (False, True):  # what fills in inputs does not fill in weights
+        names = ("weight", "metric.columns", "'?'", "6")
+        with pytest.raises(DataError) as caught:
+            read_csv(path, "y", columns=["weight"], missing=missing)
+        assert_named(caught, *names)
+    texts = read_csv(path, "y", columns=["weight"], categories=["weight"]).columns["weight"]
+    assert (texts[4], texts[5]) == ("?", "5")
+
+
+def test_columns_of_labels_are_read_as_one_target(tmp_path: Path) -> None:
+    content = "size,red,blue,round\n" + "\n".join(f"{i},{i % 2},{['no', 'Yes'][i % 3 > 0]},{i < 2}" for i in range(12))
+    (tmp_path / "t.csv").write_text(content)
+    table = read_csv(tmp_path / "t.csv", "", targets=["red", "round", "blue"])
+    assert table.class_names == ("red", "round", "blue")
+    assert table.x.shape == (12, 1)
+    assert table.y.tolist() == [[i % 2, int(i < 2), int(i % 3 > 0)] for i in range(12)]
+    assert [column.kind for column in table.reading.columns] == ["number", "class", "class", "class"]
+    (tmp_path / "t.csv").write_text(content.replace("Yes", "maybe", 1))
+    assert_refused(
+        lambda: read_csv(tmp_path / "t.csv", "", targets=["red", "blue"]), DataError, "blue", "1", "0", "maybe", "3"
+    )
+    assert_refused(lambda: read_csv(tmp_path / "t.csv", "", targets=["red", "green"]), DataError, "green", "0")
+
+
+def test_a9a_takes_either_form(tmp_path: Path) -> None:
+    (tmp_path / "a9a").write_text("-1 3:1 14:1\n")
+    assert_refused(lambda: load_a9a(tmp_path), DataError, "a9a.t", "data.root=DIR")
+    (tmp_path / "a9a.t.gz").write_bytes(gzip.compress(b"+1 1:1\n"))
+    data = load_a9a(str(tmp_path))
+    assert data.x.shape == (2, 123)
+    assert data.x.nonzero().tolist() == [[0, 2], [0, 13], [1, 0]]
+    assert data.y.tolist() == [0, 1]
+
+
+def test_libsvm_labels_keep_their_digits(tmp_path: Path) -> None:
+    for labels, names in (
+        (["1000001", "1000002"], ("1000001", "1000002")),
+        (["+1", "-1"], ("-1", "1")),
+        (["1e6", "0.5", "1.0"], ("0.5", "1", "1000000")),
+        (["0.1234567891", "0.1234567892"], ("0.1234567891", "0.1234567892")),
+    ):
+        (tmp_path / "l").write_text("".join(f"{label} 1:1\n" for label in labels))
+        assert load_libsvm(tmp_path / "l").class_names == names
+
+
+@pytest.mark.parametrize(
+    ("content", "x"),
+    [
+        ("1 0:5 2:6\n2 1:7\n", [[5, 0, 6], [0, 7, 0]]),
+        ("1 1:5 2:6 # 3:9\n2\n", [[5, 6], [0, 0]]),
+        ("1 qid:3 1:5\n2 qid:3 1:6\n", [[5], [6]]),
+        ("1 1:1700000064\n2 1:1700000065\n", [[1700000064], [1700000065]]),
+        ("1\n2\n", [[0], [0]]),
+    ],
+)
+def test_libsvm_as_it_was_found(tmp_path: Path, content: str, x: list[list[float]]) -> None:
+    (tmp_path / "l").write_text(content)
+    assert read_libsvm(tmp_path / "l").x.tolist() == x

@@ -278,7 +278,7 @@ class LoaderTester:
         if "edit" in metafunc.fixturenames:
             metafunc.parametrize("edit", self.edits, ids=[said for said, _, _ in self.edits])
 
-    @settings(max_examples=FEW)
+    @settings(DRAWN, max_examples=FEW)
     @given(data=st.data())
     def test_an_edit_is_refused(self, data: st.DataObject, edit: tuple[str, Edit, Sequence[object]]) -> None:
         """It names what it is about, in each way of reading."""
@@ -292,7 +292,7 @@ class LoaderTester:
 class InFolders(LoaderTester):
     """The same of files that are found by listing their folders."""
 
-    @DRAWN
+    @settings(DRAWN, max_examples=FEW)
     @given(data=st.data())
     def test_the_order_of_files_does_not_matter(self, data: st.DataObject) -> None:
         """The same rows come in the same order, however the system lists the folders."""
@@ -312,7 +312,7 @@ class Divided(LoaderTester):
         """Return the classes that a row has."""
         return {row.label}
 
-    @DRAWN
+    @settings(DRAWN, max_examples=FEW)
     @given(data=st.data())
     def test_what_is_not_given_is_held_out(self, data: st.DataObject) -> None:
         """No row is in two parts or in none; each has each class; train lends nothing where validation is given."""

@@ -1,4 +1,7 @@
-"""What counts besides a classifier's metric: against scikit-learn, and what is refused by name."""
+"""Metrics by name, on parts and halves of the data, and what counts besides them."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sklearn.metrics
@@ -7,12 +10,94 @@ from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.besides import besides, check_besides
-from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
-from metricopt_ext.classification.metrics import METRICS
-from metricopt_ext.classification.split_metric import model_metric
+from metricopt_ext.classification.config import ClassificationConfig, MetricConfig, OwnClassifierMetricConfig
+from metricopt_ext.classification.metrics import METRICS, expected_cost
+from metricopt_ext.classification.models import build_model
+from metricopt_ext.classification.named_metric import build_metric, try_metric
+from metricopt_ext.classification.split_metric import batch_metric, model_metric
+from metricopt_ext.classification.splits import load_splits
+from metricopt_ext.classification.targets import Target
+from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.utils.config import load_config
+
+DIGITS = Path(__file__).parents[2] / "configs" / "classification" / "digits.yaml"
+
+
+def config_of(*overrides: str, file: Path = DIGITS) -> ClassificationConfig:
+    return load_config(ClassificationConfig, file, ["model.epochs=1", "adapter.dim=3", "device=cpu", *overrides])
+
+
+WINE = ["data.name=wine", "data.fractions=[0.5,0.2,0.3]", "data.standardise=true", "shift.kind=none"]
+
+
+MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference"),
+    [
+        (
+            ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.average=macro"],
+            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
+        ),
+        (
+            ["metric.name=torchmetrics.classification:MulticlassF1Score", "metric.kwargs={num_classes: 3}"],
+            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
+        ),
+        (
+            [
+                "metric.name=sklearn.metrics:roc_auc_score",
+                "metric.scores=probabilities",
+                "metric.kwargs.multi_class=ovr",
+            ],
+            lambda y, logits: sklearn.metrics.roc_auc_score(y, logits.double().softmax(1), multi_class="ovr"),
+        ),
+        (["metric.name=f1"], lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro")),
+    ],
+)
+def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
+    config = config_of(*WINE, *MLP, *metric)
+    part = load_splits(config, 0).validation
+    try_metric(config.metric, part, Target("classes", 3))
+    torch.manual_seed(0)
+    model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
+    found = model_metric(build_metric(config.metric), part).cost(model, "test")
+    with torch.no_grad():
+        assert 1 - found == pytest.approx(reference(part.y, model(part.x)))
+
+
+def test_metrics_tell_their_values_on_halves() -> None:
+    y = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)[torch.randperm(13, generator=torch.Generator().manual_seed(0))]
+    a, b = stratified_halves(y, seed=3)
+    part = Split(torch.randn(13, 5), y)
+    model = nn.Linear(5, 3)
+    told = model_metric(METRICS["accuracy"], part, (a, b)).evaluate(model, "test")
+    assert told.halves is not None
+    for half, cost in zip((a, b), told.halves, strict=True):
+        assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
+    assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == Evaluation(told.cost)
+
+
+def test_a_batch_metric_tells_what_makes_it_this_metric() -> None:
+    costs, turned = [[0.0, 1.0], [10.0, 0.0]], [[0.0, 10.0], [1.0, 0.0]]
+    one, other = (batch_metric(expected_cost(each)).identity for each in (costs, turned))
+    assert one == {
+        "name": "expected_cost",
+        "maximize": False,
+        "bounds": [0.0, 10.0],
+        "arguments": {"costs": costs},
+    }
+    assert other["arguments"]["costs"] == turned
+    own = OwnClassifierMetricConfig("sklearn.metrics:fbeta_score", kwargs={"beta": 2})
+    assert batch_metric(build_metric(own)).identity["arguments"] == {
+        "function": "sklearn.metrics:fbeta_score",
+        "kwargs": {"beta": 2},
+        "scores": "labels",
+    }
+
 
 CLASSES = ("cat", "Dog", "a:b [x]")
 
@@ -72,7 +157,6 @@ def test_names_are_the_tool_s_and_functions_of_one_s_own() -> None:
         ("acuracy", "classes", ("acuracy", "MODULE:FUNCTION")),
         ("auc[cat]", "classes", ("auc[cat]",)),
         ("recall[cow]", "classes", ("cow",)),
-        ("recall", "classes", ("recall",)),
         ("f1", "multilabel", ("f1", "data.kind=multilabel")),
         ("sklearn.metrics:nothing", "classes", ("sklearn.metrics:nothing",)),
     ],
@@ -81,11 +165,6 @@ def test_what_there_is_not_is_refused_by_name(name: str, kind: str, names: tuple
     assert_refused(lambda: besides(MetricConfig(also=[name]), kind, CLASSES), ConfigError, "metric.also", *names)
     constrained = MetricConfig(subject_to={name: ">= 0"})
     assert_refused(lambda: besides(constrained, kind, CLASSES), ConfigError, "metric.subject_to", *names)
-
-
-def test_a_module_that_there_is_not_is_refused_by_name() -> None:
-    nobody = MetricConfig(also=["besides_of_nobody:f"])
-    assert_refused(lambda: besides(nobody, "classes", CLASSES), ConfigError, "besides_of_nobody")
 
 
 def test_what_is_constrained_is_told_with_the_metric_by_one_pass() -> None:
@@ -109,36 +188,3 @@ def test_what_is_constrained_is_told_with_the_metric_by_one_pass() -> None:
     test = model_metric(METRICS["f1"], Split(logits, labels), also=found)
     assert test.evaluate(Model(), "x").also is None
     assert set(test.look(Model())) == {"mcc", "accuracy"}
-
-
-BASE = ["data.name=digits", "model.name=small_cnn"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "names"),
-    [
-        (
-            ["metric.subject_to.mcc=> 0"],
-            ("metric.subject_to",),
-        ),
-        (["metric.subject_to.accuracy=>= 0"], ("subject_to", "metric")),
-        (["metric.also=[accuracy]"], ("metric.also",)),
-        (
-            ["metric.subject_to.mcc=>= 0", "method.name=recipe"],
-            ("subject_to", "0", "method.name=search"),
-        ),
-        (
-            ["metric.subject_to.mcc=>= 0", "methods=[metricopt_paper]"],
-            ("metricopt_paper",),
-        ),
-    ],
-)
-def test_settings_that_can_t_be_are_refused(overrides: list[str], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: load_config(ClassificationConfig, None, [*BASE, *overrides]).check(), ConfigError, *names)
-
-
-def test_constraints_are_texts_by_names_with_dots_and_brackets() -> None:
-    given = ["metric.subject_to.recall[3]=>= start - 0.5", "metric.subject_to.sklearn.metrics:f1_score=<= ${x} 1"]
-    config = load_config(ClassificationConfig, None, [*BASE, *given])
-    assert config.metric.subject_to == {"recall[3]": ">= start - 0.5", "sklearn.metrics:f1_score": "<= ${x} 1"}
-    assert_refused(config.check, ConfigError)
