@@ -1,7 +1,6 @@
 """The stage along lines of starts: how many queries it takes, where it asks, and what it finds."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,17 +8,10 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused
-from metricopt_ext import Callback, Start, StartLine, optimize_metric
+from metricopt_ext import Callback, Metric, Result, Start, StartLine, optimize_metric
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.methods.start_lines import (
-    PlannedLine,
-    Point,
-    StartLinesState,
-    line_between,
-    line_queries,
-    planned_lines,
-)
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.methods.start_lines import line_between, line_queries
+from metricopt_ext.search.random_search import RandomSearch
 
 E = torch.eye(4, dtype=torch.float64)
 
@@ -47,94 +39,42 @@ def test_of_all_queries_a_third_at_most_goes_to_lines(
     assert line_queries(queries, on_lines, spare) == expected
 
 
-def test_a_start_that_lies_on_a_line_counts_among_its_queries_once() -> None:
-    fixed = {"start": Start(0 * E[0]), "on": Start(E[0]), "off": Start(E[1])}
-    planned = planned_lines({"a": along(), "b": along(0, -4.0, 4.0)}, fixed, 60, 30, {})
-    assert planned == {"a": PlannedLine(5, ("on",)), "b": PlannedLine(6, ())}
+def judged(task: Any, goal: Tensor, bound: str = "") -> tuple[Any, list[Tensor]]:
+    """A task judged by the distance to a goal, bounded if told so, and the phi that it is asked for."""
+    asked: list[Tensor] = []
+
+    def metric(model: Any) -> dict[str, float]:
+        asked.append(model.metricopt.phi.detach().clone())
+        distance = float((asked[-1] - goal).square().sum())
+        return {"distance": distance, "same": distance}
+
+    limits = {"same": bound} if bound else None
+    return task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance", subject_to=limits)), asked
 
 
-@pytest.mark.parametrize(
-    ("end", "trained", "queries"), [(0.4, 0.5, 5), (0.5, 0.5, 0), (0.6, 0.5, 0), ((False, 9.0), (True, 0.0), 5)]
-)
-def test_a_line_to_a_start_is_looked_along_only_if_that_start_is_better(end: Any, trained: Any, queries: int) -> None:
-    """The other line, in whose middle the model as trained lies, takes queries anyhow, and all if it is alone."""
-    fixed = {"start": Start(0 * E[0]), "end": Start(2 * E[0]), "on": Start(E[1])}
-    lines = {"to": along(0, 0.0), "other": along(1)}
-    assert planned_lines(lines, fixed, 60, 30, {})["to"] == PlannedLine(5, ("end",), "end")  # at most
-    ranks = {"start": trained, "end": end, "on": trained}
-    planned = planned_lines(lines, fixed, 60, 30, {}, ranks)
-    assert (planned["to"].queries, planned["to"].leads_to) == (queries, "end")
-    assert planned["other"] == PlannedLine(5, ("on",))
-    few = planned_lines(lines, fixed, 20, 30, {}, ranks)
-    assert [few[name].queries for name in lines] == ([2, 2] if queries else [0, 5])
+def searched(task: Any, queries: int, **starts: Any) -> Result:
+    return optimize_metric(task, queries=queries, strategy=RandomSearch(), starts=starts, callback=Callback())
 
 
-def test_a_line_without_a_start_at_its_end_is_looked_along() -> None:
-    fixed = {"start": Start(0 * E[0]), "inside": Start(E[0])}
-    for line in (along(0, 0.0), along(0, -2.0, 0.0)):
-        planned = planned_lines({"a": line}, fixed, 60, 30, {}, {"start": 0.0, "inside": 1.0})
-        assert planned["a"].queries
-        assert planned["a"].leads_to == ""
-    planned = planned_lines({"a": along(0, -1.0, 0.0)}, {"start": Start(0 * E[0]), "b": Start(-E[0])}, 60, 30, {})
-    assert planned["a"].leads_to == "b"  # from high to low
-
-
-def run(state: StartLinesState, cost: Callable[[Start], float], give_up: int | None = None) -> list[Start]:
-    asked: list[Start] = []
-    while (batch := state.ask())[1]:
-        assert state.ask() is batch or state.ask() == batch
-        for index, start in reversed(list(enumerate(batch[1]))):
-            number = len(asked) + index
-            state.tell(index, None if number == give_up else Evaluation(cost(start)))
-        asked += batch[1]
-    return asked
-
-
-def state_of(lines: dict[str, StartLine], fixed: dict[str, Start], cost: Any, queries: int = 6) -> StartLinesState:
-    known = [Point(name, start, Evaluation(cost(start))) for name, start in fixed.items()]
-    return StartLinesState(lines, dict.fromkeys(lines, PlannedLine(queries, ())), known, {})
-
-
-def bowl(*best: float) -> Callable[[Start], float]:
-    goal = torch.tensor(best, dtype=torch.float64)
-    return lambda start: float((start.phi - goal).square().sum())
-
-
-@pytest.mark.parametrize("best", [-1.3, -0.2, 0.4, 1.6])
-def test_the_least_of_a_line_is_found_by_six_queries(best: float) -> None:
-    state = state_of({"a": along()}, {"start": Start(0 * E[0])}, bowl(best, 0, 0, 0))
-    asked = run(state, bowl(best, 0, 0, 0))
-    assert [float(each.phi[0]) for each in asked[:2]] == [-1.0, 1.0]  # the middle is known
-    assert len(asked) == 6
-    assert float(state.best["a"].start.phi[0]) == pytest.approx(best, abs=0.12)
-    assert torch.equal(along().at(state.strengths["a"]).phi, state.best["a"].start.phi)
-    assert [each.name for each in state.points] == ["start"] + ["a"] * 6
-
-
-def test_a_line_through_the_trained_model_is_looked_along_from_the_best_so_far() -> None:
-    """So two lines find what neither has; one without that model is taken as it is."""
-    cost = bowl(0.6, -1.1, 0.0, 0.8)
+def test_a_line_through_the_trained_model_is_looked_along_from_the_best_so_far(quadratic: Callable[..., Any]) -> None:
+    """So two lines find what neither has, by six queries each; one without that model is taken as it is."""
+    task, asked = judged(quadratic(), torch.tensor([0.6, -1.1, 0.0, 0.8]).double())
     elsewhere = StartLine(lambda t: Start(E[2] + t * E[0]), 0.0, 1.0)
-    fixed = {"start": Start(0 * E[0]), "near": Start(0.8 * E[3])}
-    state = state_of({"a": along(0), "b": along(1), "c": elsewhere}, fixed, cost)
-    asked = run(state, cost)
-    assert all(float(each.phi[3]) == 0.8 for each in asked[:12])
-    assert all(float(each.phi[2]) == 1 and not each.phi[3] for each in asked[12:])
-    torch.testing.assert_close(state.best["b"].start.phi[:2], torch.tensor([0.6, -1.1]).double(), atol=0.15, rtol=0)
+    result = searched(task, 60, near=Start(0.8 * E[3]), a=along(0), b=along(1), c=elsewhere)
+    assert result.queries == {"starts": 20, "search": 40}
+    on_lines = torch.stack(asked)[2:20]
+    assert on_lines[:2, 0].tolist() == [-1.0, 1.0]  # the middle is known
+    assert (on_lines[:12, 3] == 0.8).all()
+    assert (on_lines[12:, 2] == 1).all()
+    assert not on_lines[12:, 3].any()
+    assert result.strengths == pytest.approx({"a": 0.6, "b": -1.1, "c": 0.6}, abs=0.15)
 
 
-def test_what_violates_a_constraint_is_not_the_best_of_a_line() -> None:
-    def rank(evaluation: Evaluation) -> tuple[bool, float]:
-        return evaluation.cost < 0.3, evaluation.cost
-
-    line, cost = replace(along(), first=(-1.0, 1.0, 1.6)), bowl(1.0, 0, 0, 0)
-    known = [Point("start", Start(0 * E[0]), Evaluation(1.0))]
-    state = StartLinesState({"a": line}, {"a": PlannedLine(3, ())}, known, {}, rank)
-    run(state, cost)
-    assert float(state.best["a"].start.phi[0]) == 1.6
-    free = state_of({"a": line}, {"start": known[0].start}, cost, queries=3)
-    run(free, cost)
-    assert float(free.best["a"].start.phi[0]) == 1.0
+def test_what_violates_a_constraint_is_not_the_best_of_a_line(quadratic: Callable[..., Any]) -> None:
+    free, bound = (searched(judged(quadratic(), E[0], each)[0], 30, a=along()) for each in ("", ">= 0.3"))
+    assert free.strengths["a"] == pytest.approx(1, abs=0.12)
+    assert 0.3 <= bound.starts["a"] < bound.before
+    assert bound.starts["a"] == pytest.approx((bound.strengths["a"] - 1) ** 2)
 
 
 # --- Between two starts ------------------------------------------------------------------------------------------
@@ -210,9 +150,12 @@ def test_what_a_line_finds_is_where_the_design_is(quadratic: Callable[..., Any])
     torch.testing.assert_close(result.points[7:11].mean(0), nearest)  # of antithetic pairs
 
 
-@pytest.mark.parametrize(("way", "starts"), [(0.5, 7), (-0.5, 2)])
+@pytest.mark.parametrize(("way", "starts"), [(0.5, 7), (2.0, 2), (-0.5, 2)])
 def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, quadratic: Callable[..., Any]) -> None:
-    """Where it gains the line takes six, two ends among them; else the search is that without the line."""
+    """Where it gains the line takes six, two ends among them; else the search is that without the line.
+
+    At twice the goal it is as good as the model as it was trained.
+    """
     found = list[Any]()
     for lined in (True, False):
         task = quadratic()
