@@ -235,6 +235,7 @@ def test_ap_is_the_share_of_ious_at_which_a_box_still_hits(definition: Any) -> N
 
 def by_detectron2(truth: DetectionSet, found: Sequence[Detections], tree: Path, year: int) -> float:
     """AP50 by Detectron2's evaluation of VOC, of images that were written to a tree."""
+    pytest.importorskip("detectron2")
     from detectron2.data import MetadataCatalog
     from detectron2.evaluation import PascalVOCDetectionEvaluator
     from detectron2.structures import Boxes, Instances

@@ -782,14 +782,6 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def test_shares_of_the_image_are_pixels_and_polygons_have_a_box(images: Path) -> None:
-    (image,) = read_yolo(images, ("cat", "dog")).images
-    assert (image.image_id, image.width, image.height) == ("a", 40, 20)
-    assert image.boxes.tolist() == [[15, 5, 25, 15], [4, 4, 12, 18]]
-    assert image.labels.tolist() == [1, 0]
-    assert not (image.difficult | image.crowd).any()
-
-
 def test_an_image_without_labels_has_no_objects_and_is_counted(images: Path) -> None:
     Image.new("RGB", (8, 8)).save(images / "b.png")
     with pytest.warns(UserWarning, match=having("1", "b.png")):
