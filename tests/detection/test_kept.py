@@ -15,13 +15,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchvision")
 
-from torchvision.models.detection import MaskRCNN, RetinaNet
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.ops import MultiScaleRoIAlign
-
 from helpers.boxes import CLASSES, example
+from helpers.detectors import small_detector
 from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
@@ -193,27 +188,10 @@ def test_other_models_and_those_whose_backbone_is_trained_are_run_whole() -> Non
 PHI = torch.tensor([0.4, -0.3], dtype=torch.float64)
 
 
-def detector(kind: str) -> Any:
-    """Make an untrained detector on two convolutions, whose backbone has one map."""
-    torch.manual_seed(0)
-    body: Any = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
-    body.out_channels = 8
-    anchors = AnchorGenerator(((24.0,),), ((1.0,),))
-    sizes: dict[str, Any] = {"min_size": 48, "max_size": 48}
-    if kind == "retinanet":
-        return RetinaNet(body, 3, anchor_generator=anchors, score_thresh=0.0, **sizes).double().eval()
-    pools = {"box_roi_pool": MultiScaleRoIAlign(["0"], 3, 1)}
-    heads = {"box_head": TwoMLPHead(72, 16), "box_predictor": FastRCNNPredictor(16, 3)}
-    some: dict[str, Any] = {"rpn_post_nms_top_n_test": 12, "box_score_thresh": 0.0, "box_detections_per_img": 4}
-    some |= {**pools, **heads, **sizes, "rpn_anchor_generator": anchors}
-    own: dict[str, Any] = {"mask_roi_pool": MultiScaleRoIAlign(["0"], 5, 1), "mask_head": MaskRCNNHeads(8, (8,), 1)}
-    return MaskRCNN(body, mask_predictor=MaskRCNNPredictor(8, 8, 3), **own, **some).double().eval()
-
-
 CASES = {
     "masks": (["roi_heads.mask_head.0.0"], ["backbone", "rpn"]),
     "in the rpn": (["rpn.head.conv.0.0"], ["backbone"]),
-    "in the backbone": (["backbone.1"], []),
+    "in the backbone": (["backbone.body.1"], []),
     "retinanet": (["head.regression_head.conv.0.0"], []),
 }
 
@@ -221,10 +199,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
     layers, expected = CASES[case]
-    model = detector(case if case == "retinanet" else "masks")
+    model = small_detector("RetinaNet" if case == "retinanet" else "MaskRCNN")
     adapter = attach_film(model, layers, dim=2)
     plain, ran = copy.deepcopy(model), list[str]()
-    model.backbone[0].register_forward_hook(lambda *_: ran.append("backbone"))
+    model.backbone.body[0].register_forward_hook(lambda *_: ran.append("backbone"))
     images = [torch.rand(3, 40, 48, dtype=torch.float64), torch.rand(3, 48, 30, dtype=torch.float64)]
     with pytest.warns(UserWarning, match="of a RetinaNet, as its code") if case == "retinanet" else nullcontext():
         assert keep_maps(model, gib=1.0) == expected
@@ -245,13 +223,13 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
     found(PHI, images[::-1])
     for each in (model, plain):
         with torch.no_grad():
-            each.backbone[0].weight.mul_(1.1)
+            each.backbone.body[0].weight.mul_(1.1)
     found(PHI)
     assert len(ran) == (3 if expected else 5)
 
 
 def test_the_loss_and_copies_are_as_without() -> None:
-    model = detector("masks")
+    model = small_detector("MaskRCNN")
     adapter = attach_film(model, ["roi_heads.mask_head.0.0"], dim=2)
     plain = copy.deepcopy(model)
     keep_maps(model, gib=1.0)
@@ -267,6 +245,6 @@ def test_the_loss_and_copies_are_as_without() -> None:
     other = copy.deepcopy(model)  # of a start that has other tensors
     with torch.no_grad():
         for each in (other, plain):
-            each.backbone[0].weight.mul_(1.1)
+            each.backbone.body[0].weight.mul_(1.1)
         ours, whole = (each.eval()([image]) for each in (other, plain))
     assert torch.equal(ours[0]["masks"], whole[0]["masks"])
