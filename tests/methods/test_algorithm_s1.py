@@ -257,10 +257,7 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     assert result.queries == task.metric.ledger.spent_on == spent
     assert task.queries == sum(spent.values())
     assert result.queries_per_start == per_start
-    assert torch.equal(task.adapter.phi, result.ends[result.chosen])
     assert torch.equal(result.path[-1], result.ends["learned"])
-    assert result.before == task.true_cost(task.origin())
-    assert result.after == min(task.true_cost(phi) for phi in result.ends.values()) == result.best
     kept = load_update_rule(tmp_path / "update_rule.safetensors")
     assert torch.equal(kept.weights, result.details.learned.rule.weights)
     f = load_value_function(tmp_path / "value_function.safetensors")

@@ -229,8 +229,6 @@ def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy
     assert torch.equal(calls[0], task.origin())
     assert torch.equal(calls[1], run.ends[run.chosen])
     assert run.also == {"norm": (0.0, float(calls[1].norm())), "constant": (3.0, 3.0)}
-    plain = go(Toy(lambda dim: replace(toy.task)).judged(toy.task.distance, {}), 24)
-    assert torch.equal(plain.points, run.points)
 
 
 def test_learners_show_other_quantities(toy: Toy) -> None:

@@ -43,17 +43,14 @@ def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **argument
 @pytest.mark.parametrize(
     ("name", "value", "names"),
     [
-        ("steps", 1, ("steps", "1", "2")),
         ("evals", 1, ("evals", "1", "2")),
         ("lr", 0.0, ("lr", "0.0")),
-        ("lr", math.nan, ("lr", "nan")),
         ("evals", 12, ("12", "10", "11")),
         ("settings", (), ("settings",)),
         ("settings", ((0.1, 0.2, 0.3),), ("settings", "0.1")),
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
         ("trials", True, ("trials", "True")),
         ("learners", (), ("learners",)),
-        ("learners", (RidgeLearner,), ("learners", "RidgeLearner")),
         ("learners", "ridge", ("learners", "ridge", "RidgeLearner()")),
         ("learners", RidgeLearner(groups=4), ("groups=4", "RidgeLearner()")),
         ("labels", LinearLabels, ("labels", "LinearLabels")),

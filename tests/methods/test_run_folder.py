@@ -5,8 +5,8 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from helpers.inference import put_into
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext import (
     Callback,
@@ -233,13 +234,7 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
             model.size = values.pop("size")
             return f"left is {values}" if values else ""
 
-        @contextmanager
-        def apply(values: dict[str, Any]) -> Iterator[None]:
-            model.size = values["size"]
-            yield
-            model.size = 1.0
-
-        return Settings([size, many], apply, set_on=set_on, **options)
+        return Settings([size, many], put_into(vars(model)), set_on=set_on, **options)
 
     def finished(folder: Path, **options: Any) -> None:
         made = quadratic()

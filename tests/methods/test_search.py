@@ -78,28 +78,6 @@ def test_the_order_and_the_sitting_of_answers_do_not_matter(quadratic: Make, tmp
     assert first[-2] >= 5
 
 
-def test_an_adapter_alone_has_plain_directions_and_says_so() -> None:
-    adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
-    search = Search(adapter, 40, maximize=True, name="accuracy")
-    goal = torch.tensor([0.05, -0.05, 0.02, 0.0])
-    while trials := search.ask(4):
-        for trial in trials:
-            search.tell(trial.id, 1 - float((trial.phi - goal).square().sum()))
-    result = search.result()
-    assert result.after > result.before
-    assert torch.equal(adapter.phi, result.ends[result.chosen])
-
-
-def test_a_design_that_ruins_the_model_is_narrowed() -> None:
-    adapter = attach_input_bias(nn.Linear(2, 3), dim=4)
-    search = Search(adapter, 60, maximize=True, bounds=(0.0, 1.0))
-    while trials := search.ask(4):
-        for trial in trials:
-            search.tell(trial.id, 0.9 * math.exp(-float((trial.phi / 0.002).square().sum())))
-    result = search.result()
-    assert result.details.widened < 1 / 4
-
-
 def test_noise_reaches_the_guard(quadratic: Make) -> None:
     search = Search(quadratic(), 40)
     while trials := search.ask(8):

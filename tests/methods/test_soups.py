@@ -328,20 +328,17 @@ def test_each_is_trained_as_it_says(tmp_path: Path) -> None:
         assert torch.equal(found, (other_plain if variant.rebalanced else plain) + 1000 * variant.augmented)
 
 
-def test_the_whole_model_is_finetuned_and_the_tasks_stays(tmp_path: Path) -> None:
+def test_the_whole_model_is_finetuned_but_what_was_frozen_and_the_tasks_stays(tmp_path: Path) -> None:
     task = trainable()
     before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
     states = made(task, Training(20, 0.05), tmp_path)
     assert all(not torch.equal(state[name], before[name]) for state in states for name in state if name in before)
     assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
     assert not same(states[0], states[2])  # alike but for the seed
-
-
-def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
-    task = trainable(frozen=True)
-    state = made(task, Training(20, 0.05), tmp_path, 2)[0]
-    assert torch.equal(state["0.weight"], task.adapter.model[0].weight)
-    assert not torch.equal(state["4.weight"], task.adapter.model[4].weight)
+    frozen = trainable(frozen=True)
+    state = made(frozen, Training(20, 0.05), tmp_path / "frozen", 2)[0]
+    assert torch.equal(state["0.weight"], frozen.adapter.model[0].weight)
+    assert not torch.equal(state["4.weight"], frozen.adapter.model[4].weight)
 
 
 # --- Files -------------------------------------------------------------------------------------------------------
