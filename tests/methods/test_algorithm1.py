@@ -156,10 +156,7 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
 
 WRONG: list[tuple[str, Any]] = [
     ("optimizer", "lbfgs"),
-    ("steps", 20.0),
-    ("evals", 1),
     ("evals", 202),
-    ("lr", 0.0),
     ("metric_rate", math.inf),
     ("history", True),
     ("ends", "first"),

@@ -14,7 +14,7 @@ from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.constrained import best_of, decide_within
+from metricopt_ext.methods.constrained import decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -276,12 +276,3 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     assert run.also["along"][1] <= 0.2
     assert "more" not in run.also, "it was told of the start alone"
     assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")
-
-
-def test_what_violates_a_constraint_is_behind_all_that_violate_none() -> None:
-    costs = {"start": (3.0, 0.8), "cheap": (1.0, 0.2), "first": (2.0, 0.5), "second": (2.0, 0.9)}
-    evaluated = {name: Evaluation(cost, also={"accuracy": also}) for name, (cost, also) in costs.items()}
-    limits = Limits.of(parse_constraints({"accuracy": ">= 0.5"}, "error"), evaluated["start"])
-    assert best_of(evaluated, None) == "cheap"
-    assert best_of(evaluated, limits) == "first"  # of equals the first
-    assert best_of({"cheap": evaluated["cheap"]}, limits) == "cheap"
