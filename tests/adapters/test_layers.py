@@ -1,7 +1,7 @@
-"""Which layers phi can modulate, and what is said of others."""
+"""Which layers phi can modulate and be folded into, and what is said of others."""
 
+import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,36 +9,21 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from helpers.architectures import OwnRMSNorm
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
+from metricopt_ext.adapters.affine import is_affine
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
+from metricopt_ext.adapters.foreign_norms import is_foreign_norm, weight_offset
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
 
 
-def test_patterns_are_joined_without_doubles(cnn: Callable[[], nn.Sequential]) -> None:
-    assert attach_film(cnn(), ["1", "[14]", "6"], dim=2).layers == ["1", "4", "6"]
+class ChannelsFirst(nn.LayerNorm):
+    """A LayerNorm over the channels of ``B x C x H x W``."""
 
-
-@pytest.mark.parametrize(
-    ("layers", "names"),
-    [
-        ("layer4.*.bn3", ("layer4.*.bn3",)),
-        (["bn1", "layer9.0.bn1"], ("layers='layer9.0.bn1'",)),
-        ("relu", ("relu", "ReLU")),
-        ("conv1", ("conv1",)),
-    ],
-)
-def test_unusable_layers(layers: Any, names: tuple[str, ...]) -> None:
-    model = torchvision.models.resnet18()
-    assert_refused(lambda: attach_film(model, layers), AdapterError, *names)
-    assert not hasattr(model, "metricopt")
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_attention_output_projection_is_no_layer() -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
-    assert_refused(lambda: attach_film(model, "attention.*"), AdapterError, "attention.out_proj")
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class OnePlus(nn.LayerNorm):
@@ -48,37 +33,44 @@ class OnePlus(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
 
 
-class SquaredScale(nn.RMSNorm):
-    """A RMSNorm that phi can't be folded into."""
+class Gated(nn.LayerNorm):
+    """A LayerNorm that needs more than its input."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight**2 + 1)
-
-
-@pytest.mark.parametrize(
-    ("norm", "names"),
-    [
-        (SquaredScale(4), ("output",)),
-        (nn.RMSNorm(4, elementwise_affine=False), ()),
-        (nn.RMSNorm((2, 4)), ()),
-    ],
-)
-def test_scales_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: attach_film(nn.Sequential(norm), "0"), AdapterError, *names)
-
-
-class Conditional(nn.GroupNorm):
-    """A norm that needs more than its input."""
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x) * scale
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate
 
 
 class Rectified(nn.BatchNorm2d):
-    """A norm with an activation of its own."""
+    """A BatchNorm with an activation of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
+
+
+class Renamed(nn.BatchNorm3d):
+    """A BatchNorm that computes as torch's."""
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that normalises its weight."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight / weight.std(), bias)
+
+
+class Padded(nn.Conv1d):
+    """A convolution that pads its input by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (1, 0)))
+
+
+class Cosine(nn.Linear):
+    """A linear layer of directions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalize = nn.functional.normalize
+        return nn.functional.linear(normalize(x), normalize(self.weight), self.bias)
 
 
 class Scaled(nn.Linear):
@@ -88,63 +80,174 @@ class Scaled(nn.Linear):
         return 10 * super().forward(x)
 
 
-class Cosine(nn.Linear):
-    """A linear layer of directions, with a bias."""
+class Undropped(nn.BatchNorm1d):
+    """A norm whose parts are called otherwise than timm calls its own."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        normalize = nn.functional.normalize
-        return nn.functional.linear(normalize(x), normalize(self.weight), self.bias)
+        return self.act(super().forward(x))
+
+
+class Quantised(nn.Linear):
+    """A linear layer with a weight of integers and their scale."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__(features, outputs)
+        del self.weight
+        self.register_buffer("weight", torch.arange(features * outputs, dtype=torch.int8).view(outputs, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x) / 8, self.bias)
+
+
+def with_another_forward() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    own = layer.forward
+    layer.forward = lambda x: own(x).tanh()  # type: ignore[method-assign]
+    return layer
 
 
 @pytest.mark.parametrize(
-    ("attach", "layer", "names"),
+    ("layer", "foldable", "in_bias"),
     [
-        (lambda model: attach_film(model, "0"), Cosine(4, 4), ("'0'", "Cosine")),
-        (attach_input_bias, Scaled(4, 4), ("'0'", "Scaled")),
-        (attach_outputs, Scaled(4, 4), ("outputs", "'0'", "Scaled")),
+        (nn.BatchNorm2d(4), True, True),
+        (nn.LayerNorm(4), True, True),
+        (ChannelsFirst(4), True, True),
+        (Renamed(4), True, True),
+        (torchvision.ops.FrozenBatchNorm2d(4), True, True),
+        (Padded(2, 4, 3, padding=1), True, True),
+        (OnePlus(4), False, True),
+        (Gated(4), False, False),
+        (Rectified(4), False, False),
+        (Standardised(3, 4, 5, dilation=2), False, True),
+        (Cosine(3, 4), False, True),
+        (Scaled(3, 4), False, False),
+        (Undropped(4), False, False),
+        (Quantised(3, 2), False, True),
+        (with_another_forward(), False, False),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_code_is_asked_whether_phi_can_be_folded_in(
+    layer: nn.Module, foldable: bool, in_bias: bool, dtype: torch.dtype
+) -> None:
+    layer = layer if "forward" in vars(layer) else copy.deepcopy(layer).to(dtype)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert (is_affine(layer), is_affine(layer, in_weight=False)) == (foldable, in_bias)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert not layer._forward_hooks
+
+
+class Interrupted(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_is_passed_on_and_leaves_no_hook() -> None:
+    norm = Interrupted(2, 4).train()
+    with pytest.raises(KeyboardInterrupt):
+        is_affine(norm)
+    assert not norm._forward_hooks
+    assert norm.training
+
+
+# --- Norms of a model's own code -----------------------------------------------------------------------------------
+
+
+class SquaredRMSNorm(OwnRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight**2 * x
+
+
+class CurvedLayerNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias).tanh()
+
+
+def test_the_offset_of_a_norm_s_weight_is_found() -> None:
+    assert [weight_offset(OwnRMSNorm(4, offset)) for offset in (0.0, 1.0)] == [0.0, 1.0]
+
+
+def test_norms_without_a_bias_are_left_where_others_have_one() -> None:
+    model = nn.Sequential(OwnRMSNorm(4), nn.LayerNorm(4), nn.RMSNorm(4))
+    assert attach_film(model, dim=2).layers == ["1"]
+    assert attach_film(nn.Sequential(OwnRMSNorm(4), nn.RMSNorm(4)), dim=2).layers == ["0", "1"]
+
+
+def test_names_alone_make_no_norm() -> None:
+    def named(name: str, **attributes: Any) -> nn.Module:
+        module = type(name, (nn.Module,), {})()
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        return module
+
+    weight = nn.Parameter(torch.ones(3))
+    assert is_foreign_norm(named("MyRMSNorm", weight=weight))
+    assert is_foreign_norm(named("RmsNorm", weight=weight, bias=None))
+    assert not is_foreign_norm(named("MyRMSNorm"))
+    assert not is_foreign_norm(named("MyRMSNorm", weight=nn.Parameter(torch.ones(3, 2))))
+    assert not is_foreign_norm(named("MyRMSNorm", weight=weight, inner=nn.Linear(2, 2)))
+    assert not is_foreign_norm(named("LayerNormLSTM", weight=weight))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [OnePlus(4), Gated(4), SquaredRMSNorm(4), CurvedLayerNorm(), nn.RMSNorm(4, elementwise_affine=False)],
+    ids=lambda each: type(each).__name__,
+)
+def test_norms_that_phi_can_not_be_folded_into_are_refused_if_named_and_left_out_if_not(norm: nn.Module) -> None:
+    model = nn.Sequential(norm, nn.LayerNorm(4))
+    assert_refused(lambda: attach_film(model, "0"), AdapterError, "'0'")
+    assert attach_film(model, dim=2).layers == ["1"]
+
+
+# --- What is chosen ------------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_joined_without_doubles(cnn: Callable[[], nn.Sequential]) -> None:
+    assert attach_film(cnn(), ["1", "[14]", "6"], dim=2).layers == ["1", "4", "6"]
+
+
+@pytest.mark.parametrize(
+    ("make", "attach", "names"),
+    [
+        (torchvision.models.resnet18, lambda model: attach_film(model, ["bn1", "layer9.0.bn1"]), ("layer9.0.bn1",)),
+        (torchvision.models.resnet18, lambda model: attach_film(model, "relu"), ("relu", "ReLU")),
+        (torchvision.models.resnet18, lambda model: attach_film(model, "conv1"), ("conv1",)),
+        (lambda: nn.Sequential(nn.LayerNorm((3, 4))), lambda model: attach_film(model, "0"), ("2",)),
+        (lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU()), attach_film, ("0",)),
+        (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), Rectified(4)), attach_film, ("'1'", "Rectified", "0")),
+        (lambda: nn.Sequential(Cosine(4, 4)), lambda model: attach_film(model, "0"), ("'0'", "Cosine")),
+        (lambda: nn.Sequential(Scaled(4, 4)), attach_input_bias, ("'0'", "Scaled")),
+        (lambda: nn.Sequential(Scaled(4, 4)), attach_outputs, ("outputs", "'0'", "Scaled")),
         (
+            lambda: nn.Sequential(Cosine(4, 4)),
             lambda model: attach_outputs(model, Outputs(temperature=True)),
-            Cosine(4, 4),
             ("outputs", "'0'", "Cosine"),
         ),
     ],
 )
-def test_linear_layers_that_phi_can_not_be_folded_into_are_refused(
-    attach: Callable[[nn.Module], Adapter], layer: nn.Module, names: tuple[str, ...]
+def test_unusable_layers(
+    make: Callable[[], nn.Module], attach: Callable[[nn.Module], Adapter], names: tuple[str, ...]
 ) -> None:
-    assert_refused(lambda: attach(nn.Sequential(layer)), AdapterError, *names)
+    model = make()
+    assert_refused(lambda: attach(model), AdapterError, *names)
+    assert not hasattr(model, "metricopt")
+    assert all(each.requires_grad for each in model.parameters())
 
 
 @pytest.mark.parametrize("attach", [lambda model: attach_input_bias(model, dim=3), attach_outputs])
-def test_what_acts_on_a_bias_alone_is_folded_into_it(attach: Callable[[nn.Module], Adapter], tmp_path: Path) -> None:
+def test_what_acts_on_a_bias_alone_is_folded_into_it(attach: Callable[[nn.Module], Adapter]) -> None:
     model, x = nn.Sequential(Cosine(4, 3)).double(), torch.arange(8.0, dtype=torch.float64).view(2, 4)
     adapter = attach(model)
     adapter.set_phi(torch.tensor([1.0, -2.0, 0.5]))
     expected = model(x).detach()
-    adapter.save(tmp_path / "a.safetensors")
-    adapter.remove()
-    again = load_adapter(model, tmp_path / "a.safetensors")
-    torch.testing.assert_close(again.merge()(x), expected)
-
-
-@pytest.mark.parametrize("norm", [OnePlus(4), Conditional(2, 4)])
-def test_norms_that_phi_can_not_be_folded_into_are_refused(norm: nn.Module) -> None:
-    model = nn.Sequential(norm, nn.LayerNorm(4))
-    assert_refused(lambda: attach_film(model, "0"), AdapterError, "'0'", type(norm).__name__)
-    assert attach_film(model, dim=2).layers == ["1"]
-
-
-def test_norm_over_several_axes_has_no_channel() -> None:
-    assert_refused(lambda: attach_film(nn.Sequential(nn.LayerNorm((3, 4))), "0"), AdapterError, "2")
-
-
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
-        (nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ("0",)),
-        (nn.Sequential(nn.ReLU()), ("layers",)),
-        (nn.Sequential(nn.Conv2d(1, 4, 3), Rectified(4)), ("'1'", "Rectified", "0")),
-    ],
-)
-def test_model_without_norms(model: nn.Module, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: attach_film(model), AdapterError, *names)
+    torch.testing.assert_close(adapter.merge()(x), expected)
