@@ -38,6 +38,10 @@ class LoraScale(Modulation):
         """Scale an output of any shape; the dtype is the input's."""
         return h * (1 + self.phi[self.index]).to(h.dtype)
 
+    def changes(self, layer: nn.Module) -> list[Tensor]:
+        """Return B's bias, if there is one."""
+        return [bias] if isinstance(bias := getattr(layer, "bias", None), Tensor) else []
+
     @torch.no_grad()
     def merge_into(self, layer: nn.Module) -> None:
         """Scale B, and its bias if there is one, which PEFT's own functions merge and save."""
