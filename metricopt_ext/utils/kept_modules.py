@@ -37,6 +37,7 @@ class KeptModules:
             if (held := vars(module).get(kind)) is not None
         ]
         self._types = [(module, type(module)) for module in modules]
+        self._forwards = [(module, vars(module).get("forward")) for module in modules]  # in place of their class's
         self._trained = [
             (name, parameter, parameter.requires_grad)
             for model in models
@@ -50,6 +51,10 @@ class KeptModules:
         for module, name, kind, held, content in self._held:
             if held or content:
                 _put_back(module, name, kind, held, content)
+        for module, forward in self._forwards:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
         for _, parameter, trained in self._trained:
             parameter.requires_grad_(trained)
         self._put_back_modes()

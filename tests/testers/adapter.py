@@ -118,6 +118,9 @@ class AdapterTester:
                 assert torch.equal(self.output(model, inputs), plain)
             assert torch.equal(self.output(model, inputs), found)
         assert torch.equal(self.output(adapter.model, inputs), plain)
+        with pytest.raises(KeyError), adapter.using(phi):
+            raise KeyError
+        assert torch.equal(self.output(adapter.model, inputs), plain)
 
     @fewer
     @given(seed=seeds)
@@ -231,38 +234,40 @@ class AdapterTester:
         assert (missing, set(unexpected)) == ([], set(self.adds))
         assert_refused(lambda: adapter.set_phi(torch.zeros(3)), mo.errors.AdapterError)
 
-    @given(data=st.data(), change=st.sampled_from(["attach", "remove", "merge", "apply", "a while", "load"]))
-    def test_what_is_interrupted_at_a_drawn_line_is_undone(self, data: Any, change: str, tmp_path: Path) -> None:
-        """By Ctrl-C: the model is as it was, or as it should become."""
-        adapter, _ = self.tuned(self.first(), 1)
+    @pytest.mark.parametrize("change", ["attach", "load", "remove", "merge", "apply", "for a while"])
+    @settings(max_examples=FEW)
+    @given(data=st.data())
+    def test_what_is_interrupted_is_undone(self, change: str, data: Any, tmp_path: Path) -> None:
+        """By Ctrl-C at a drawn line, and at one of the last: the model is as it was, or as it should become."""
+        path = tmp_path / "adapter.safetensors"
+        adapter, inputs = self.tuned(self.first(), 1)
         adapter.apply(some_start(adapter, 1))
-        adapter.save(tmp_path / "adapter.safetensors")
+        adapter.save(path)
 
-        def work() -> tuple[nn.Module, Any, Callable[[], Any]]:
-            """A model, inputs, and the change."""
+        def work() -> tuple[nn.Module, Callable[[], Any]]:
+            """A model, and what changes it."""
             if change in ("attach", "load"):
-                model, inputs = self.models[self.first()]()
-                path = tmp_path / "adapter.safetensors"
-                load = change == "load"
-                return model.eval(), inputs, lambda: mo.load_adapter(model, path) if load else self.attach(model)
-            adapter, inputs = self.tuned(self.first(), 2)
+                model = self.models[self.first()]()[0].eval()
+                return model, lambda: self.attach(model) if change == "attach" else mo.load_adapter(model, path)
+            adapter, _ = self.tuned(self.first(), 2)
             adapter.apply(some_start(adapter, 2))
             start = some_start(adapter, 3)
 
-            def a_while() -> None:
+            def for_a_while() -> None:
                 with adapter.applied(start), adapter.using(start.phi):
                     pass
 
             changes = {"remove": adapter.remove, "merge": adapter.merge, "apply": lambda: adapter.apply(start)}
-            return adapter.model, inputs, changes.get(change, a_while)
+            return adapter.model, changes.get(change, for_a_while)
 
-        model, inputs, run = work()
-        lines = interrupted(run, None)
+        model, run = work()
+        before, lines = self.seen(model, inputs), interrupted(run, None)
         after = self.seen(model, inputs)
-        model, inputs, run = work()
-        before = self.seen(model, inputs)
-        interrupted(run, data.draw(st.integers(1, lines), label="line"))
-        assert self.seen(model, inputs) in (before, after)
+        drawn = data.draw(st.integers(1, lines), label="line")
+        for line in (drawn, lines - drawn % 10):
+            model, run = work()
+            interrupted(run, line)
+            assert self.seen(model, inputs) in (before, after)
 
     def seen(self, model: nn.Module, inputs: Any) -> Any:
         """All that a change could leave behind: bits, flags, hooks, attributes, outputs."""
