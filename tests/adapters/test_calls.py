@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
-from metricopt_ext.adapters.calls import calls_on, projected, recorded, tensors_in
+from metricopt_ext.adapters.calls import calls_on
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError
 
@@ -166,18 +166,6 @@ def test_an_example_leaves_the_model_as_it_was() -> None:
     assert all(each.requires_grad and each.grad is None for each in model.parameters())
 
 
-def test_logits_that_no_layer_gives() -> None:
-    class Prototypes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.prototypes = nn.Linear(4, 6), nn.Parameter(rand32(10, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.embed(x) @ self.prototypes.T
-
-    assert_refused(lambda: attach_outputs(Prototypes(), example=rand32(5, 4)), AdapterError, "5", "10", "embed", "6")
-
-
 def test_layers_that_an_example_does_not_call() -> None:
     x = rand32(5, 4)
     assert attach_film(HeadFirst(RETURNS["tensor"]), dim=2, example=x).layers == ["norm"]
@@ -189,77 +177,3 @@ def test_layers_that_an_example_does_not_call() -> None:
     ):
         with pytest.raises(AdapterError):
             attach(HeadFirst(RETURNS["tensor"]))
-
-
-def test_what_is_recorded_has_the_values_and_gradients_of_the_layers() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), rand32(5, 4).double()
-    with recorded(model, probing=True) as calls:
-        y = model(x)
-    torch.testing.assert_close(y, model(x), rtol=0, atol=0)
-    assert list(calls.outputs) == ["0", "2"]
-    assert calls.returned == [y]
-    (gradient,) = torch.autograd.grad(y.sum(), calls.probes["0"], retain_graph=True)
-    hidden = model[1](model[0](x))
-    expected = ((1 - hidden**2) * model[2].weight.sum(0)).sum(0)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
-    assert not model[0]._forward_hooks
-
-
-def test_tensors_are_found_by_name_in_bounded_depth() -> None:
-    loop: list[Any] = [rand32(1)]
-    loop.append(loop)
-    assert {name for name, _ in tensors_in({"a": loop, "b": {"c": rand32(2)}, "d": "text", "e": None})} == {"a", "c"}
-
-
-def test_a_projection_is_of_tensors_with_gradients_alone() -> None:
-    x = rand32(3).requires_grad_(True)
-    (gradient,) = torch.autograd.grad(projected([x * 2, rand32(2), x.double()]), x)
-    assert gradient.abs().min() > 0
-
-
-class WithItsBias(nn.Linear):
-    """Returns its bias beside the product, as layers of tensor parallelism do."""
-
-    def forward(self, x: Tensor) -> Any:
-        return F.linear(x, self.weight), self.bias
-
-
-class Several(nn.Module):
-    """A layer that returns two tensors, a compiled one, and one that returns what the model does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = WithItsBias(4, 5), nn.Linear(5, 3)
-        self.scripted = torch.jit.script(nn.Linear(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, bias = self.first(x)
-        return self.head(self.scripted(h + bias).relu())
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning", "ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("probing", [False, True])
-def test_layers_that_return_no_tensor_and_scripted_ones_are_not_recorded(probing: bool) -> None:
-    model, x = Several(), rand32(6, 4)
-    expected = model(x)
-    with recorded(model, probing=probing) as calls:
-        assert torch.equal(model(x), expected)
-    assert calls.candidates == {"first", "head"}
-    assert list(calls.outputs) == ["head"]
-    assert calls.giving()[0] == "head"
-
-
-def test_what_returns_no_tensor_of_floats_has_no_logits() -> None:
-    model = HeadFirst(lambda model, h, y: {"class": y.argmax(1), "loss": 0.5, "mean": y.mean()})
-    with recorded(model, probing=True) as calls:
-        model(rand32(5, 4))
-    assert calls.logits() == []
-    assert calls.giving() == (None, None)
-
-
-def test_an_example_by_names_is_tried_where_a_signature_is_unknown() -> None:
-    """As that of a function in C."""
-    model, x = nn.Identity(), rand32(5, 4)
-    model.forward = torch.relu  # type: ignore[assignment]
-    (returned,) = calls_on(model, {"input": x}, ()).returned
-    assert torch.equal(returned, x.clamp(min=0))

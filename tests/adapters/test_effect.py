@@ -158,10 +158,6 @@ def test_a_layer_that_is_not_called_beside_others_is_warned_of() -> None:
     assert_warned(lambda: check_effect(attach_film(Model(), dim=3), first_output, lambda: X), "layers", "unused", "phi")
 
 
-def test_phi_without_a_gradient_moves_outputs_that_are_not_differentiable() -> None:
-    check(attach_film(Model(returns=lambda m, x, h: (m.head(h) * 100).round()), "norm", dim=3))
-
-
 def test_what_tells_nothing_is_left_to_the_search() -> None:
     adapter = attach_film(Model(), "unused", dim=3)
     check(adapter, lambda model, x: x.sum())  # without the model
@@ -251,43 +247,6 @@ def test_checkpointing_that_keeps_no_gradient_is_refused_with_the_remedy() -> No
     assert_refused(
         lambda: check(attach_film(checkpointed(True), "norm", dim=3)), AdapterError, "Model", "use_reentrant=False"
     )
-
-
-class OneWay(torch.autograd.Function):
-    """Doubles, and has an error in place of a gradient."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, error: BaseException) -> Tensor:
-        context.error = error
-        return 2 * x
-
-    @staticmethod
-    def backward(context: Any, *_: Tensor) -> Any:
-        raise context.error
-
-
-def test_an_operation_without_a_backward_pass_shows_by_what_moves() -> None:
-    def model(error: BaseException) -> Model:
-        return Model(returns=lambda m, x, h: OneWay.apply(m.head(h), error))
-
-    check(attach_film(model(RuntimeError("no backward")), "norm", dim=3))
-    assert_refused(
-        lambda: check(attach_film(model(RuntimeError("no backward")), "unused", dim=3)), AdapterError, "phi", "unused"
-    )
-    assert_refused(
-        lambda: check(attach_film(model(torch.OutOfMemoryError("full")), "norm", dim=3)), torch.OutOfMemoryError, "full"
-    )
-
-
-def test_a_loss_that_fails_far_away_is_one_that_phi_moves() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        output = first_output(model, x)
-        if output > 0:
-            raise ValueError("off the scale")
-        return output
-
-    zero = Model(returns=lambda m, x, h: (m.head(h) / 1e3).round().abs())
-    check(attach_film(zero, "norm", dim=3), loss)
 
 
 def test_one_coordinate_of_the_outputs_that_moves_nothing_is_named() -> None:

@@ -14,7 +14,7 @@ from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.ingredients import Ingredients, files_of
-from metricopt_ext.errors import AdapterError, DataError, FileFormatError
+from metricopt_ext.errors import AdapterError, DataError
 
 
 def adapter_of(seed: int = 0) -> Adapter:
@@ -70,11 +70,6 @@ def test_checkpoints_of_all_kinds_are_the_same_tensors(kind: str, tmp_path: Path
 def test_a_folder_without_weights_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
     assert_refused(lambda: files_of(tmp_path), DataError, "model.safetensors")
     assert_refused(lambda: files_of(tmp_path / "gone.pth"), DataError, "gone.pth")
-
-
-def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
-    assert_refused(lambda: files_of(tmp_path), FileFormatError)
 
 
 def test_of_two_state_dicts_the_entry_is_read(tmp_path: Path) -> None:
@@ -146,49 +141,14 @@ def test_lora_is_to_be_merged_first() -> None:
     assert_refused(lambda: Ingredients(model), AdapterError, "first", "merge_and_unload")
 
 
-def test_a_file_that_holds_the_model_twice_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "two.pth"
-    torch.save({f"{part}.{key}": each for part in ("one", "two") for key, each in state_of(1).items()}, path)
-    assert_refused(lambda: Ingredients(adapter_of().model).read(path), DataError, "two.pth", "one")
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
-def test_weights_of_a_type_without_a_mean_must_be_the_model_s(dtype: torch.dtype) -> None:
+def test_weights_of_a_type_without_a_mean_must_be_the_model_s() -> None:
     def quantized(seed: int) -> nn.Module:
         model = Net(seed)
         numbers = torch.randint(-9, 9, (3, 4), generator=torch.Generator().manual_seed(seed))
-        model.register_buffer("quantized", numbers.float().to(dtype))
+        model.register_buffer("quantized", numbers.to(torch.int8))
         return model
 
     ingredients, other = Ingredients(quantized(0)), quantized(1).state_dict()
-    assert_refused(lambda: ingredients.take(other, "other"), DataError, "quantized", dtype)
+    assert_refused(lambda: ingredients.take(other, "other"), DataError, "quantized", "int8")
     same = {**other, "quantized": quantized(0).state_dict()["quantized"]}
     assert "quantized" in ingredients.take(same, "other")
-
-
-def test_counts_and_indices_may_differ() -> None:
-    model = Net(0)
-    model.register_buffer("seen", torch.arange(4))
-    other = {**Net(1).state_dict(), "seen": torch.arange(4) + 7}
-    assert torch.equal(Ingredients(model).take(other, "other")["seen"], torch.arange(4) + 7)
-
-
-def test_layers_that_hide_their_weights_are_refused() -> None:
-    """As dynamic quantization makes them, whose state dict has tuples."""
-
-    class Packed(nn.Module):
-        def get_extra_state(self) -> Any:
-            return (torch.ones(3), None)
-
-        def set_extra_state(self, state: Any) -> None: ...
-
-    model = nn.Sequential(nn.Linear(2, 2), Packed())
-    assert_refused(lambda: Ingredients(model), AdapterError, "_extra_state")
-    plain = nn.Sequential(nn.Linear(2, 2))
-    assert_refused(lambda: Ingredients(plain).take(model.state_dict(), "other"), DataError, "other", "1._extra_state")
-
-
-def test_a_whole_file_s_content_is_taken_as_its_state_dict() -> None:
-    ingredients = Ingredients(Net(0))
-    content: Any = {"model": state_of(1), "epoch": 3}
-    assert equal(ingredients.take(content, "other"), ingredients.take(state_of(1), "other"))

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.refusals import assert_refused, having
-from metricopt_ext.adapters.attach import attach_film, attach_lora_scales, load_adapter
-from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.attach import attach_lora_scales, load_adapter
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -73,29 +70,6 @@ def test_factors_are_the_scales_of_peft_and_are_merged_by_it(bias: bool, tmp_pat
     torch.testing.assert_close(model.merge_and_unload()(X), expected)
 
 
-def test_a_tuned_language_model_is_searched() -> None:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, num_labels=3
-    )
-    base = transformers.BertForSequenceClassification(config)
-    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
-    model = peft.get_peft_model(base, lora).eval()
-    adapter = attach_lora_scales(model, outputs=Outputs())
-    assert adapter.dim == 4 + 3
-    assert adapter.layers[-1] == "base_model.model.classifier.modules_to_save.default"
-    batch = {"input_ids": X[None], "attention_mask": torch.ones(1, 7, dtype=torch.long), "labels": torch.tensor([1])}
-    task = FinetuneTask(
-        adapter,
-        loss=lambda model, batch: model(**batch).loss,
-        batches=lambda *place: batch,
-        metric=Metric(lambda: 0.0, maximize=True),
-    )
-    _, gradient = task.loss_and_gradient(torch.zeros(1, 7), 0, [0], 0)
-    assert gradient.shape == (1, 7)
-    assert (gradient != 0).all()
-
-
 def test_embeddings_are_left_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=having("LoRA", "words")):
         assert attach_lora_scales(adapted(("words", "first"))).dim == 1
@@ -118,17 +92,3 @@ def test_what_a_factor_can_not_act_on_is_refused() -> None:
     assert_refused(lambda: attach_lora_scales(several), AdapterError, "default")
     several.set_adapter("other")
     assert attach_lora_scales(several).layers == ["base_model.model.first.lora_B.other"]
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    attach_lora_scales(adapted()).save(tmp_path / "a.safetensors")
-    assert_refused(lambda: load_adapter(Net(), tmp_path / "a.safetensors"), AdapterError, "PEFT")
-    assert_refused(
-        lambda: load_adapter(adapted(("first",)), tmp_path / "a.safetensors"),
-        AdapterError,
-        "second.lora_B.default",
-        "LoRA",
-    )
-    attach_film(nn.Sequential(nn.LayerNorm(3)), dim=2).save(tmp_path / "b.safetensors")
-    with pytest.raises(AdapterError):
-        load_adapter(adapted(), tmp_path / "b.safetensors")

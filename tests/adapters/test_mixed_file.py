@@ -14,7 +14,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext.adapters.mixed_file import MixedFile
 from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.adapters.skeleton import LOGITS
-from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
 
@@ -106,39 +106,6 @@ def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
     assert written["model"]["3.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (lambda state: state.pop("3.bias"), ("one.safetensors", "3.bias")),
-        (lambda state: state.update({"3.bias": torch.ones(6)}), ("one.safetensors", "3.bias")),
-        (lambda state: state.update({"3.bias": torch.ones(5).half()}), ("one.safetensors", "3.bias", "float16")),
-    ],
-)
-def test_files_of_other_models_are_refused(files: list[Path], change: Any, names: tuple[str, ...]) -> None:
-    other = state(1)
-    change(other)
-    save_file(other, files[0].with_name("one.safetensors"))
-    assert_refused(
-        lambda: MixedFile(read_checkpoint(files[0]), [files[1], files[0].with_name("one.safetensors")]),
-        DataError,
-        *names,
-    )
-
-
-def test_what_is_no_bias_gets_no_offsets(files: list[Path]) -> None:
-    assert_refused(lambda: MixedFile(read_checkpoint(files[0]), files[1:], "3.wieght"), AdapterError, "3.wieght")
-
-
-def test_what_moves_is_described(files: list[Path]) -> None:
-    one, two = str(files[1]), str(files[2])
-    mixed = MixedFile(read_checkpoint(files[0]), files[1:])
-    assert mixed.described() == [{"checkpoint": one}, {"checkpoint": two}]
-    assert mixed.rows() == [[one, "weight in the mixture", "1"], [two, "weight in the mixture", "1"]]
-    offset = MixedFile(read_checkpoint(files[0]), files[1:2], "3.bias")
-    assert offset.described() == [{"checkpoint": one}, {"offsets": "3.bias"}]
-    assert offset.rows() == [[one, "weight in the mixture", "1"], ["3.bias", "offsets", "5"]]
-
-
 def test_a_run_is_known_by_the_content_of_the_files(files: list[Path]) -> None:
     def identity(others: list[Path], offsets: str | None = None) -> dict[str, Any]:
         return MixedFile(read_checkpoint(files[0]), others, offsets).identity()
@@ -149,14 +116,6 @@ def test_a_run_is_known_by_the_content_of_the_files(files: list[Path]) -> None:
     assert identity([copied]) == known
     assert identity(files[2:]) != known
     assert identity(files[1:2], "3.bias") == known | {"offsets": "3.bias"}
-
-
-def test_a_key_that_no_tensor_of_a_module_can_have_is_refused(tmp_path: Path) -> None:
-    for name in ("a.pth", "b.pth"):
-        torch.save({"a..weight": torch.ones(2)}, tmp_path / name)
-    assert_refused(
-        lambda: MixedFile(read_checkpoint(tmp_path / "a.pth"), [tmp_path / "b.pth"]), AdapterError, "a..weight"
-    )
 
 
 def test_offsets_reach_a_tied_bias_under_either_key(tmp_path: Path) -> None:

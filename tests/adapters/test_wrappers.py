@@ -14,42 +14,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from helpers.networks import LayerNormNet as Net
-from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.adapters.attach import attach_film, attach_outputs
+from helpers.refusals import assert_refused, assert_warned
+from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.wrappers import bare_name, unwrapped
+from metricopt_ext.adapters.wrappers import bare_name
 from metricopt_ext.errors import AdapterError
-
-
-@pytest.mark.parametrize(
-    ("name", "bare"),
-    [
-        ("layer4.0.bn2", "layer4.0.bn2"),
-        ("module.layer4.0.bn2", "layer4.0.bn2"),
-        ("trunk.module._orig_mod.layer4.0.bn2", "trunk.layer4.0.bn2"),
-        ("base_model.model.bert.layer.0.attention.self.query.base_layer", "bert.layer.0.attention.self.query"),
-        ("base_model.model.classifier.modules_to_save.default", "classifier"),
-        ("base_model.body", "base_model.body"),
-        ("", ""),
-    ],
-)
-def test_bare_names(name: str, bare: str) -> None:
-    assert bare_name(name) == bare
-
-
-def test_wrappers_are_taken_off_one_after_the_other() -> None:
-    net = Net()
-    assert unwrapped(net) is net
-    assert unwrapped(torch.compile(nn.DataParallel(net), backend="eager")) is net
 
 
 @pytest.mark.parametrize(
     ("make", "names"),
     [
         (lambda: None, ("model", "None", "torch.nn.Module")),
-        (lambda: nn.Linear(1, 1).state_dict(), ("Module",)),
         (lambda: nn.Sequential(nn.LazyLinear(2)), ("0.weight",)),
-        (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False)), ("0.running_mean",)),
         (torch.inference_mode()(lambda: nn.Linear(1, 1)), ("torch.inference_mode",)),
         (lambda: torch.jit.trace(nn.LayerNorm(2), torch.zeros(1, 2)), ("TorchScript",)),
     ],
@@ -59,35 +35,18 @@ def test_what_has_no_layers_to_modulate_is_refused(make: Callable[[], Any], name
     assert_refused(lambda: attach_film(make(), dim=2), AdapterError, *names)
 
 
-def test_a_distributed_model_says_what_it_does_not_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(wrapped)
-    wrapped.module = net = Net()
-    with pytest.warns(UserWarning, match=r"made before.*average.* attach first"):
-        assert attach_film(wrapped, dim=2).model is net
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert unwrapped(wrapped, searched=True) is net
-
-
 def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> None:
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
     try:
-        sharded = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
-        for model in (sharded, fully_shard(Net()), nn.Sequential(fully_shard(Net()))):
-            with pytest.raises(AdapterError) as caught:
-                attach_film(model, dim=2)
-            assert_named(caught, "weights")
+        for model in (FullyShardedDataParallel(Net(), device_id=torch.device("cpu")), fully_shard(Net())):
+            assert_refused(lambda model=model: attach_film(model, dim=2), AdapterError, "weights")
         split = Net()
         split.norm.weight = nn.Parameter(distribute_tensor(split.norm.weight, init_device_mesh("cpu", (1,))))
         assert_refused(lambda: attach_film(split, dim=2), AdapterError, "norm.weight", "divided")
     finally:
         distributed.destroy_process_group()
-    partitioned = Net()
-    partitioned.norm.weight.ds_id = 3  # as ZeRO's third stage marks them
-    assert_refused(lambda: attach_film(partitioned, dim=2), AdapterError, "norm.weight", "divided")
 
 
 def test_layers_of_wrapped_parts_are_found_by_their_own_names() -> None:
@@ -123,10 +82,26 @@ def test_layers_under_peft() -> None:
     assert attach_film(model, dim=2).layers == ["base_model.model.norm.modules_to_save.default"]
 
 
-def test_offsets_of_a_wrapped_classifier() -> None:
-    adapter = attach_outputs(nn.DataParallel(Net()))
-    assert adapter.layers == ["head"]
-    model = nn.Sequential(nn.Linear(4, 4), nn.DataParallel(Net()))
-    assert attach_outputs(model, Outputs("1.head")).layers == ["1.module.head"]
-    lora = peft_model(target_modules=["body", "head"])
-    assert attach_outputs(lora, Outputs("head")).layers == ["base_model.model.head.base_layer"]
+def test_peft_saves_no_norms(tmp_path: Any) -> None:
+    model, x = peft_model(target_modules=["body"]), torch.randn(5, 4)
+    adapter = attach_film(model, dim=2)
+    adapter.set_phi(torch.ones(2))
+    assert_warned(adapter.merge, "base_model.model.norm.bias", "model.merge_and_unload()", "modules_to_save")
+    tuned = model(x)
+    model.save_pretrained(tmp_path)
+    peft = pytest.importorskip("peft")
+    assert not torch.allclose(peft.PeftModel.from_pretrained(Net(), tmp_path).eval()(x), tuned)
+    torch.testing.assert_close(model.merge_and_unload()(x), tuned)
+
+
+def test_peft_saves_modules_to_save(tmp_path: Any) -> None:
+    model, x = peft_model(target_modules=["body"], modules_to_save=["norm", "head"]), torch.randn(5, 4)
+    head = "base_model.model.head.modules_to_save.default"
+    adapter = attach_film(model, "*norm.modules_to_save.default", dim=2, outputs=Outputs(head))
+    adapter.set_phi(torch.ones(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter.merge()
+    model.save_pretrained(tmp_path)
+    peft = pytest.importorskip("peft")
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(Net(), tmp_path).eval()(x), model(x))
