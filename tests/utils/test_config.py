@@ -10,7 +10,7 @@ import pytest
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import as_plain, check_yaml, known_keys, load_config, load_with_origins
+from metricopt_ext.utils.config import as_plain, known_keys, load_config, load_with_origins
 
 
 @dataclass
@@ -58,40 +58,12 @@ def test_values_arrive_typed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_with_a_mark_of_utf8(tmp_path: Path) -> None:
-    assert load_config(Schema, written(tmp_path, "title: 漢\r\ncount: 7".encode("utf-8-sig"))).title == "漢"
-
-
-def test_defaults_come_last(tmp_path: Path) -> None:
-    assert load_config(Schema, None) == Schema()
-    assert load_config(Schema, written(tmp_path, "{}")) == Schema()
-    file = written(tmp_path, "count: 4\ninner: {rate: 0.1}\n")
-    assert load_config(Schema, file, ["count=5", "count=6"]) == Schema(Inner(0.1), 6)
-
-
-def test_a_dictionary_takes_the_place_of_a_file() -> None:
-    assert load_config(Schema, {"count": 4, "inner": {"rate": 0.1}}, ["count=5"]) == Schema(Inner(0.1), 5)
-    assert_refused(lambda: load_config(Schema, {"cuont": 4}), ConfigError, "cuont", "count")
-
-
 PLAIN = ["yes", "007", "1.50", "null", "", ";", "|", ",", ">50K", "#1", "a: b", "a=b", "\\t"]
 
 
 @pytest.mark.parametrize("text", [*PLAIN, "'80s", "'", "5'", "a${b", "${count}", "\\${count}"])
 def test_text_is_taken_as_it_stands(text: str) -> None:
     assert load_config(Schema, None, [f"title={text}"]).title == text
-
-
-def test_text_in_a_list_is_taken_as_it_stands() -> None:
-    names = ["yes", "007", "1.50", "null", "", "a, b"]
-    assert load_config(Schema, None, ["inner.names=[yes,007,1.50,null,'',\"a, b\"]"]).inner.names == names
-    for wrong in ("a", "[a", "", "{a: b}"):
-        assert error_of(None, f"inner.names={wrong}").startswith(f"inner.names={wrong}: ")
-
-
-@pytest.mark.parametrize(("text", "value"), [("'a b'", "a b"), ('"\\t"', "\t"), ("''", "")])
-def test_quoted_text_is_yaml(text: str, value: str) -> None:
-    assert load_config(Schema, None, [f"title={text}"]).title == value
 
 
 def test_a_mapping_s_own_keys_can_be_set_one_by_one(tmp_path: Path) -> None:
@@ -112,12 +84,6 @@ def test_a_mapping_of_texts_takes_any_name_and_text(tmp_path: Path) -> None:
     assert load_config(Schema, file).inner.texts == {"a": ">= 1", "b[c]": "x"}
 
 
-def test_known_keys() -> None:
-    keys = ["inner", "inner.rate", "inner.names", "inner.pairs", "inner.free", "inner.texts", "count", "title", "loud"]
-    assert list(known_keys(Schema)) == keys
-    assert (known_keys(Schema)["inner.rate"], known_keys(Schema)["inner"]) == (float, Inner)
-
-
 @pytest.mark.parametrize(
     ("text", "key", "nearest"),
     [
@@ -129,17 +95,6 @@ def test_known_keys() -> None:
 def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
     file = written(tmp_path, text)
     assert error_of(file) == f"{file}: unknown key {key!r}; did you mean {nearest!r}?"
-
-
-@pytest.mark.parametrize(
-    ("override", "nearest"), [("cuont=3", "count"), ("inner.rat=3", "inner.rate"), ("iner.rate=3", "inner.rate")]
-)
-def test_an_unknown_key_in_an_override_names_the_nearest(override: str, nearest: str) -> None:
-    assert error_of(None, override) == f"unknown key {override.split('=')[0]!r}; did you mean {nearest!r}?"
-
-
-def test_without_a_near_key_all_are_listed() -> None:
-    assert error_of(None, "zzz=3").endswith(f"; the choices are {', '.join(sorted(known_keys(Schema)))}")
 
 
 @pytest.mark.parametrize(
@@ -155,17 +110,6 @@ def test_a_wrong_type_names_key_and_value(tmp_path: Path, key: str, value: str) 
     assert re.sub(r"[\[\]]", "", value) in message
 
 
-def test_one_value_for_a_list_says_how_to_write_it() -> None:
-    assert error_of(None, "inner.names=a").startswith("inner.names=a: ")
-    assert error_of(None, "inner.names=a").endswith("It must be a list, in brackets: [A, B]")
-
-
-def test_an_error_in_an_override_does_not_blame_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "count: 3\n")
-    assert str(file) not in error_of(file, "count=many")
-    assert "not-a-config" not in error_of(None, "count=many")
-
-
 @pytest.mark.parametrize("override", ["count", "--count", ""])
 def test_an_override_needs_a_value(override: str) -> None:
     assert error_of(None, override) == f"override {override!r} is not of the form key=value"
@@ -177,24 +121,6 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     for text in ("- count\n- title\n", "count: [1\n", b"\xff\xfe\x00count", "inner: 3\n", "plain text\n"):
         file = written(tmp_path, text)
         assert str(file) in error_of(file)
-
-
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [
-        ("'True'\n", "the single value 'True'"),
-        ("1.5\n", "the single value '1.5'"),
-        ("null\n", "the single value 'null'"),
-        ("- count\n", "a list"),
-        ("", "nothing"),
-        ("# count: 3\n", "nothing"),
-        ("count: 1\n---\ncount: 2\n", "2 documents"),
-        ("!!python/object:os.system x", "the single value 'x'"),
-    ],
-)
-def test_a_file_without_keys_is_refused(text: str, held: str, tmp_path: Path) -> None:
-    file = written(tmp_path, text)
-    assert error_of(file) == f"{file} holds {held}; it must hold keys with values"
 
 
 @pytest.mark.parametrize(
@@ -220,20 +146,6 @@ def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said
     assert said in error
     assert error.isprintable()
     assert len(error) < 500
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("a: *b", ("x.yaml",)),
-        ("a: [", ("x.yaml",)),
-        ("a: '\udcff'", ("x.yaml",)),
-    ],
-)
-def test_a_file_that_is_no_yaml_is_refused(text: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    assert_refused(lambda: check_yaml(path), ConfigError, *names)
 
 
 @dataclass

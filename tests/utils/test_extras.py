@@ -9,23 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.utils.extras import DETECTRON2, OPTIONAL, install, needed, require
+from metricopt_ext.utils.extras import DETECTRON2, OPTIONAL, install, needed
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tools", "benchmarks")
-# What each tool or benchmark is called with, and what it then needs first.
+FOLDERS = ("tools",)
+# What each tool is called with, and what it then needs first.
 CALLS = {
-    "benchmarks/ablate_recipe": ("--output-dir out", "omegaconf"),
     "tools/assess": ("configs/compare/digits_shifted.yaml", "omegaconf"),
     "tools/compare": ("--config-file configs/compare/digits_shifted.yaml --output-dir out", "omegaconf"),
-    "benchmarks/compare_starts": ("--config-file configs/classification/a9a.yaml --output-dir out", "omegaconf"),
-    "benchmarks/gpu": ("--smoke --device cpu --output gpu.json", "torchvision"),
     "tools/evaluate_ap50": (
         "--config-file configs/detection/scenes_torchvision.yaml --weights w.pth --annotations a --output-dir out",
         "torchvision",
     ),
-    "benchmarks/ratios": ("--output ratios.json", "torchvision"),
     "tools/evaluate_recall": ("--embeddings e.npy --labels y.npy --output-dir out", "faiss"),
     "tools/finetune_classifier": ("--config-file configs/classification/digits.yaml --output-dir out", "omegaconf"),
     "tools/finetune_detector": (
@@ -33,42 +28,9 @@ CALLS = {
         "torchvision",
     ),
     "tools/finetune_retrieval": ("--config-file configs/retrieval/digits.yaml --output-dir out", "faiss"),
-    "benchmarks/measure_ap50": ("--output-dir out", "pycocotools"),
-    "benchmarks/measure_checkpoints": (
-        "--config-file configs/detection/scenes_torchvision.yaml --output-dir out",
-        "torchvision",
-    ),
-    "benchmarks/measure_correlation": (
-        "--config-file benchmarks/configs/siblings/reloss_digits.yaml --output-dir out",
-        "omegaconf",
-    ),
-    "benchmarks/measure_proposals": (
-        "--config-file configs/detection/scenes_torchvision.yaml --annotations a --weights w.pth",
-        "torchvision",
-    ),
-    "benchmarks/measure_recall": ("--output-dir out", "faiss"),
-    "benchmarks/measure_search": (
-        "--task retrieval --config-file configs/retrieval/digits.yaml --output-dir out",
-        "faiss",
-    ),
-    "benchmarks/measure_transfer": (
-        "--task classification --config-file configs/classification/digits.yaml --output-dir out",
-        "omegaconf",
-    ),
-    "benchmarks/reproduce_figure3": ("--output-dir out", "omegaconf"),
-    "benchmarks/value_plots": (
-        "--task classification --config-file configs/classification/digits.yaml --output-dir out",
-        "omegaconf",
-    ),
     "tools/train_detector": ("--config-file configs/detection/detectron2/scenes.yaml", "detectron2"),
 }
-NEED_NONE = {
-    "benchmarks/convert_cifar",
-    *("benchmarks/measure_assess", "benchmarks/measure_cost", "benchmarks/measure_scale"),
-    *("benchmarks/published_cifar", "benchmarks/tabulate_runs"),
-    *("benchmarks/summarise_comparisons", "benchmarks/summarise_siblings"),
-    *("tools/tune_checkpoint", "tools/tune_settings"),
-}
+NEED_NONE = {"tools/tune_checkpoint", "tools/tune_settings"}
 
 # Each tool runs in a fork, so that torch is imported once and what one tool imports is not there for the next.
 SCRIPT = """
@@ -105,35 +67,6 @@ for tool, arguments in calls.items():
         said[tool] = json.load(stream)
     os.wait()
 print("\\n" + json.dumps(said))
-"""
-
-
-SEARCH = """
-import json, sys
-blocked = json.loads(sys.argv[1])
-
-class Blocking:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocking)
-import torch
-from torch import nn
-import metricopt_ext as mo
-import metricopt_ext.experiment.method
-
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-x, y = torch.randn(200, 4), torch.randint(2, (200,))
-task = mo.FinetuneTask(
-    mo.attach_film(net, layers="1", dim=4),
-    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-    batches=mo.TensorBatches(x, y, batch_size=50),
-    metric=mo.Metric(lambda model: float((model(x).argmax(1) == y).float().mean()), maximize=True),
-)
-run = mo.optimize_metric(task, queries=20, output_dir=sys.argv[2])
-print(sum(run.queries.values()), "queries")
 """
 
 
@@ -185,64 +118,3 @@ def test_what_is_named_can_be_installed(module: str) -> None:
         assert "git+" in command
     else:
         assert install(module).startswith(f"pip install '{OPTIONAL[module]}")
-
-
-def test_versions_are_those_of_the_package() -> None:
-    line = install("pytorch_metric_learning")
-    assert "<3" in line
-    assert ">=2.5" in line
-    assert install("own_module") == "pip install 'own_module'"
-
-
-def test_other_errors_name_nothing() -> None:
-    assert needed(missing("own_metric")) is None
-    assert needed(ImportError("cannot import name")) is None
-
-
-def test_the_package_itself_needs_few_distributions() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
-    needed_always = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {line.partition(">")[0] for line in needed_always}
-    assert names == {
-        "cma",
-        "filelock",
-        "gpytorch",
-        "lazy-loader",
-        "numpy",
-        "rich",
-        "safetensors",
-        "scipy",
-        "torch",
-        "typing-extensions",
-    }
-
-
-@pytest.mark.slow
-def test_a_search_does_without_any_extra(tmp_path: Path) -> None:
-    """All that extras bring is missing: a default search with a folder runs, as does the import of a sibling."""
-    blocked = sorted(OPTIONAL)
-    done = subprocess.run(
-        [sys.executable, "-c", SEARCH, json.dumps(blocked), str(tmp_path / "run")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "20 queries"
-
-
-def test_reloss_asks_for_its_package_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from metricopt_ext.experiment.siblings import SiblingsConfig
-
-    SiblingsConfig().build("reloss")
-    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda module: None)
-    assert_refused(lambda: SiblingsConfig().build("reloss"), ModuleNotFoundError, "diffsort")
-
-
-def test_a_module_is_required_before_it_is_used() -> None:
-    require("json", "math")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        require("own_missing")
-    assert_named(caught, "own_missing")
-    assert caught.value.name == "own_missing"

@@ -1,17 +1,14 @@
 """What a name in a config may import: installed modules and those of a given folder, and not what lies about."""
 
 import json
-import multiprocessing
 import os
 import re
-import site
 import statistics
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,44 +164,6 @@ def test_a_function_imports_from_the_folder_when_it_is_called(tmp_path: Path) ->
     before = sys.path[:]
     assert import_named("own_later:half", str(tmp_path), KEY)([1], []) == 0.5
     assert sys.path == [*before, str(tmp_path)]  # at its end: it shadows nothing
-
-
-def test_a_function_of_the_folder_is_unpickled_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "given", "own_pickled")
-    function = import_named("own_pickled:half", "given", KEY)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(function, [1, 2, 3], []).result() == 1.5
-
-
-@pytest.mark.parametrize(
-    ("name", "folder", "message"),
-    [
-        ("own_none:half", "", rf"no module 'own_none'.*{KEY}=FOLDER.*"),
-        ("own_none:half", ".", r"no module 'own_none' installed or in \."),
-        ("own_none:half", "nowhere", rf"{KEY}=nowhere: there is no such folder"),
-        ("__main__:half", "", r"no module '__main__'.*"),
-        (":half", "", r"':half' must be MODULE:FUNCTION.*"),
-        (".own:half", "", r"'\.own:half' must be .*"),
-        ("../own_none:half", "", r"'\.\./own_none:half' must be .*"),
-    ],
-)
-def test_what_can_not_be_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert re.search(message, refused(name, folder))
-
-
-def test_what_a_module_lacks() -> None:
-    assert_refused(lambda: import_named("statistics:nothing", "", KEY), AttributeError, "nothing")
-    assert_refused(lambda: import_named("statistics.nothing:mean", "", KEY), ModuleNotFoundError, "statistics.nothing")
-
-
-def test_the_folders_of_installed_modules() -> None:
-    assert set(site.getsitepackages()) & set(sys.path) <= installed_path()
-    assert sysconfig.get_path("stdlib") in installed_path()
-    assert not installed_path() & {"", str(Path(__file__).parent)}
 
 
 @pytest.fixture

@@ -47,11 +47,3 @@ def test_several_models_are_kept_at_once(number: int) -> None:
         model.eval()
     kept.put_back()
     assert [model.training for model in models] == [True, number == 2]
-
-
-def test_a_part_of_torchscript_stays_as_it_is() -> None:
-    model = nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(2, 2))
-    kept, linear = KeptModules(model), model[1]
-    model[1] = nn.Identity()
-    kept.put_back()
-    assert model[1] is linear

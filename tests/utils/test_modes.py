@@ -38,12 +38,3 @@ def test_evaluating_nests_and_survives_an_error() -> None:
             raise KeyError(all(modes(model)))
         assert not any(modes(model))
     assert modes(model) == before
-
-
-def test_modules_that_come_or_go_meanwhile_do_not_matter() -> None:
-    model = mixed()
-    before, gone = modes(model), model[2][0]
-    with evaluating(model):
-        model[2][0] = nn.Identity()  # in training, in a part that was not
-    assert gone.training
-    assert modes(model) == [*before[:4], True, before[5]]

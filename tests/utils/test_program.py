@@ -11,7 +11,7 @@ import pytest
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.utils import program
-from metricopt_ext.utils.program import Ended, Programs, StoppedError, command_words, filled, last_lines
+from metricopt_ext.utils.program import Programs, StoppedError, command_words, filled
 
 
 def python(code: str) -> list[str]:
@@ -59,32 +59,6 @@ def test_output_and_errors_are_told_apart_and_logged(tmp_path: Path) -> None:
     assert ended.failure() == "the program's exit status is 4"
     assert (tmp_path / "new" / "0.log").read_text() == "a 1\na 3\nb 2\n"
     assert os.listdir(tmp_path / "new") == ["0.log"]
-
-
-def test_a_second_run_is_added_to_the_log_and_read_alone(tmp_path: Path) -> None:
-    log, programs = tmp_path / "0.log", Programs()
-    for number in (1, 2):
-        ended = programs.run(python(f"print({number})"), log)
-        assert (ended.output, ended.failure()) == (f"{number}\n", None)
-    assert log.read_text() == "1\n2\n"
-
-
-def test_the_last_bytes_of_a_long_output_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "READ", 10)
-    ended = Programs().run(python("print('x' * 50); print('end')"), tmp_path / "0.log")
-    assert ended.output == "xxxxx\nend\n"[-10:]
-
-
-def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
-    ended = Programs().run(python(r"import sys; sys.stdout.buffer.write(b'\xff\xfe 0.5')"), tmp_path / "0.log")
-    assert ended.output == "\ufffd\ufffd 0.5"
-
-
-def test_it_runs_here_without_a_shell_and_without_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code = "import os, sys; print(os.getcwd(), sys.argv[1:], repr(sys.stdin.read()))"
-    ended = Programs().run([*python(code), "$HOME", "a b", "*"], tmp_path / "0.log")
-    assert ended.output == f"{tmp_path} ['$HOME', 'a b', '*'] ''\n"
 
 
 def test_one_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +117,6 @@ def test_a_program_that_is_none_is_refused(tmp_path: Path) -> None:
             Programs().run([name], tmp_path / "0.log")
 
 
-def test_signals_end_programs_too(tmp_path: Path) -> None:
-    ended = Programs().run(python("import os; os.kill(os.getpid(), 11)"), tmp_path / "0.log")
-    assert ended.failure() == "signal 11 ended the program"
-    assert Ended(0, 1.0, "", "").failure() is None
-
-
 def test_words_are_those_of_a_shell() -> None:
     words = command_words("run 'a b' --weights={checkpoint} \"{trial}\" {other}", "--score", needed=["checkpoint"])
     assert words == ["run", "a b", "--weights={checkpoint}", "{trial}", "{other}"]
@@ -176,13 +144,3 @@ def test_words_are_those_of_a_shell() -> None:
 )
 def test_commands_that_can_not_be_meant_are_refused(command: str, names: tuple[str, ...]) -> None:
     assert_refused(lambda: command_words(command, "--score", needed=["checkpoint"]), ConfigError, *names)
-
-
-def test_quoted_signs_are_arguments() -> None:
-    assert command_words("run '|' \"&&\" {checkpoint}", "--score") == ["run", "|", "&&", "{checkpoint}"]
-
-
-def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
-    (tmp_path / "0.log").write_text("a\nb\nc\n")
-    assert last_lines(tmp_path / "0.log", 2) == ["b", "c"]
-    assert last_lines(tmp_path / "1.log", 2) == []

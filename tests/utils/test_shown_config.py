@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.utils.config import leaf_keys, load_config, load_with_origins
-from metricopt_ext.utils.shown_config import in_yaml, shown_config
+from metricopt_ext.utils.config import load_config, load_with_origins
+from metricopt_ext.utils.shown_config import shown_config
 
 
 @dataclass
@@ -60,14 +60,3 @@ def test_what_is_shown_makes_the_same_configuration(overrides: list[str], tmp_pa
     config.inner.names, config.inner.free = ["${x}", " "], {"a": [1, "x", None], "b": {"c": "\\${d}"}}
     (tmp_path / "shown.yaml").write_text(shown_config(config, {}))
     assert load_config(Schema, tmp_path / "shown.yaml") == config
-
-
-def test_what_is_not_chosen_is_not_shown() -> None:
-    assert "extra" not in shown_config(Schema(), {})
-    assert "  extra:\n    share: 0.5  # default\n" in shown_config(Schema(Inner(extra=Extra())), {})
-    assert len(leaf_keys(Schema(Inner(extra=Extra())))) == len(leaf_keys(Schema())) + 1 == 7
-
-
-def test_a_value_is_on_one_line() -> None:
-    assert in_yaml(["word"] * 99).count("\n") == 0
-    assert in_yaml("two\nlines") == '"two\\nlines"'

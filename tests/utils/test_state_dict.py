@@ -1,6 +1,5 @@
 """The state dict in a checkpoint's file: which entry it is, and into which model it goes."""
 
-import re
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -12,27 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from helpers.refusals import assert_named, assert_refused, assert_warned
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import save_checkpoint
-from metricopt_ext.utils.state_dict import load_checkpoint, read_state_dict, within
-
-
-def test_a_saved_checkpoint_is_loaded_as_it_was(tmp_path: Path) -> None:
-    model, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
-    save_checkpoint(tmp_path / "new" / "model.safetensors", model.state_dict())
-    load_checkpoint(other, tmp_path / "new" / "model.safetensors")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
-
-
-def test_keys_with_dots_lead_into_nested_content() -> None:
-    content = {"a": {"b.c": [1, {"d": 2}]}, "a.b": {"c": 3}, "e": None}
-    assert within(content, "a.b.c.1.d") == 2
-    assert within(content, "a.b.c") == 3  # the longest key counts
-    assert within(content, "a.b") == {"c": 3}
-    for missing in ("x", "a.b.c.7", "a.b.c.x", "e.f", "a.b.c.0.d", "e"):
-        assert within(content, missing) is None
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 
 def network() -> nn.Module:
@@ -98,30 +80,11 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(value, theirs[name]) for name, value in a.state_dict().items())
 
 
-def test_a_wrapped_model_takes_what_it_wraps(tmp_path: Path) -> None:
-    torch.save(drawn(network()).state_dict(), tmp_path / "a.pth")
-    model = DataParallel(network())
-    load_checkpoint(model, tmp_path / "a.pth")
-    assert equal(model.module, drawn(network()))
-    model = DataParallel(network())
-    torch.save(torch.compile(drawn(network())).state_dict(), tmp_path / "a.pth")
-    load_checkpoint(model, tmp_path / "a.pth")
-    assert equal(model.module, drawn(network()))
-
-
 def test_what_is_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     torch.save({"state_dict": Lightning().state_dict(), "hyper_parameters": {"lr": 0.1}}, tmp_path / "last.ckpt")
     model = network()
     assert_warned(lambda: load_checkpoint(model, tmp_path / "last.ckpt"), "last.ckpt", "1", "class_weight")
     assert equal(model, Lightning().model)
-
-
-def test_files_from_before_counted_batches_are_read(tmp_path: Path) -> None:
-    state = {f"module.{name}": each for name, each in drawn(network()).state_dict().items() if "num_" not in name}
-    torch.save({"state_dict": state}, tmp_path / "a.pth.tar")
-    model = network()
-    load_checkpoint(model, tmp_path / "a.pth.tar")
-    assert equal(model, drawn(network()))
 
 
 def test_one_of_several_state_dicts_is_named(tmp_path: Path) -> None:
@@ -158,31 +121,3 @@ def without(name: str) -> dict[str, Tensor]:
 def test_weights_of_another_model_are_refused(state: dict[str, Tensor], names: tuple[str, ...], tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pth")
     assert_refused(lambda: load_checkpoint(network(), tmp_path / "a.pth"), DataError, *names)
-
-
-class Own:
-    """Of a framework's own."""
-
-
-def pickled(path: Path) -> None:
-    torch.save({"model": network().state_dict(), "args": Own()}, path)
-
-
-def scripted(path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.trace(nn.Linear(2, 2), torch.ones(2)).save(path)
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "why"),
-    [(pickled, "a.pth", "test_state_dict.Own"), (scripted, "a.pt", "of TorchScript")],
-)
-def test_what_runs_code_is_refused_on_one_line_with_the_way_out(make: Any, name: str, why: str, tmp_path: Path) -> None:
-    make(tmp_path / name)
-    names = ("torch.save(model.state_dict()", "FILE")
-    with pytest.raises(DataError) as caught:
-        read_state_dict(tmp_path / name)
-    assert_named(caught, *names)
-    assert re.search(re.escape(why), str(caught.value))
-    assert "\n" not in str(caught.value)

@@ -21,14 +21,3 @@ def test_it_is_put_back_after_an_error() -> None:
     with pytest.raises(KeyError), num_threads(before + 1):
         raise KeyError
     assert torch.get_num_threads() == before
-
-
-def test_a_function_can_be_decorated_and_called_again_and_again() -> None:
-    before = torch.get_num_threads()
-
-    @num_threads(before + 1)
-    def threads(deeper: int) -> list[int]:
-        return [torch.get_num_threads(), *(threads(deeper - 1) if deeper else [])]
-
-    assert threads(1) == threads(1) == [before + 1] * 2
-    assert torch.get_num_threads() == before
