@@ -1,6 +1,5 @@
 """Whose a folder is: fingerprints of weights, code and files, and one writer at a time."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -134,34 +133,6 @@ with sole_writer(sys.argv[1]):
         process.kill()
     with sole_writer(tmp_path):
         pass
-
-
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL])
-def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(FileFormatError) as caught, sole_writer(tmp_path / "run"):
-        pytest.fail("nothing keeps others out")
-    assert_named(caught, tmp_path / "run", os.strerror(code))
-
-
-def test_a_lock_that_cannot_be_given_back_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def fail() -> None:
-        with sole_writer(tmp_path):
-            monkeypatch.setattr(fcntl, "flock", flock)
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
 
 
 def test_a_lock_that_is_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:

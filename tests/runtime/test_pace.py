@@ -51,22 +51,6 @@ def test_queries_on_file_are_not_timed(clock: Clock) -> None:
     assert queried(pace, clock, 1, 7.0).seconds_left == pytest.approx(14.0)
 
 
-def test_queries_that_are_made_at_once_share_their_time(clock: Clock) -> None:
-    pace = Pace(20, clock)
-    clock.now += 8
-    for _ in range(4):  # by four ranks, booked together
-        pace.query(4)
-    assert pace.seconds_left == 32.0
-
-
-def test_nothing_is_left_once_a_run_is_over(clock: Clock) -> None:
-    pace = queried(Pace(10, clock), clock, 5, 1.0)
-    pace.end()
-    assert (pace.queries_left, pace.seconds_left) == (0, None)
-    assert queried(pace, clock, 1, 1.0).seconds_left == 4.0  # another start is tuned after all
-    assert queried(pace, clock, 4, 1.0).seconds_left is None
-
-
 def test_runs_that_have_not_begun_are_taken_to_be_as_fast_as_the_others(clock: Clock) -> None:
     assert seconds_left([Pace(10, clock)], 1) is None
     slow, fast = queried(Pace(10, clock), clock, 5, 4.0), Pace(10, clock)

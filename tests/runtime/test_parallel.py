@@ -14,7 +14,6 @@ import torch
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.parallel import run_seeds
-from metricopt_ext.runtime.progress import Callback
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, 1), (1, 0), (-1, 1)])
@@ -33,16 +32,6 @@ def test_the_number_of_threads_is_put_back() -> None:
     before = torch.get_num_threads()
     seen = run_seeds(lambda seed, callback: torch.get_num_threads(), [0], queries=1, workers=1, threads=before + 1)
     assert seen == [before + 1]
-    assert torch.get_num_threads() == before
-
-
-def test_the_number_of_threads_is_put_back_after_an_error() -> None:
-    def failing(seed: int, callback: Callback) -> None:
-        raise ConfigError("no")
-
-    before = torch.get_num_threads()
-    with pytest.raises(ConfigError):
-        run_seeds(failing, [0, 1], queries=1, workers=1, threads=before + 1)
     assert torch.get_num_threads() == before
 
 
@@ -136,41 +125,3 @@ def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert tool.returncode == 1
     assert "BrokenProcessPool" in said
     assert until(lambda: not any(map(alive, workers(tmp_path))), 120)
-
-
-# A tool whose two workers tell of a stage, a query and a warning; its log is printed at the end.
-TELLING = """
-import sys, warnings
-from metricopt_ext.runtime.parallel import run_seeds
-
-def run(seed, callback):
-    callback.stage("working")
-    warnings.warn(f"odd {seed}")
-    callback.query(1, 0.5)
-    callback.done()
-
-if __name__ == "__main__":
-    log = []
-    run_seeds(run, [0, 1], queries=1, workers=int(sys.argv[1]), threads=1, metric="accuracy", log=log.append)
-    print("logged", *sorted(log), sep="\\n")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_log_has_what_workers_tell_and_their_warnings(workers: int, tmp_path: Path) -> None:
-    script = tmp_path / "tool.py"
-    script.write_text(TELLING)
-    run = subprocess.run([sys.executable, script, str(workers)], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    shown, logged = run.stdout.split("logged\n")
-    lines = [
-        line.format(seed)
-        for seed in (0, 1)
-        for line in ("seed {0}  done; 1 of 1 queries spent, 0 left; accuracy 0.5000", "seed {0}  working")
-    ]
-    told = [f"seed {seed}  working; 1 of 1 queries spent, 0 left; accuracy 0.5000" for seed in (0, 1)]
-    warned = [f"seed {seed}  warning: UserWarning: odd {seed}" for seed in (0, 1)]
-    assert logged.splitlines() == sorted([*lines, *told, *warned])
-    assert sorted(shown.splitlines()) == sorted([*lines, *told])
-    assert run.stderr.splitlines().count("warning: odd 0") == run.stderr.splitlines().count("warning: odd 1") == 1

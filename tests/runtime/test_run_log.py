@@ -1,6 +1,5 @@
 """A run's log."""
 
-import os
 import re
 import warnings
 from pathlib import Path
@@ -53,18 +52,6 @@ def test_the_error_with_which_a_run_ends_is_noted(error: BaseException, line: st
     assert lines(tmp_path / "log.txt") == [line]
 
 
-def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="none"), run_log(tmp_path / "none" / "log.txt"):
-        pytest.fail("was opened")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-def test_a_pipe_is_no_log(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.txt")
-    with pytest.raises(OSError, match=having("log.txt")), run_log(tmp_path / "log.txt"):
-        pytest.fail("nobody reads it")
-
-
 def test_warnings_are_told_and_shown() -> None:
     told: list[str] = []
     with pytest.warns(UserWarning, match=having("odd")), telling_warnings(told.append):
@@ -73,11 +60,3 @@ def test_warnings_are_told_and_shown() -> None:
     with pytest.warns(UserWarning, match=having("name", "\\x1b[31m")), telling_warnings(told.append):
         warnings.warn("name \x1b[31m", stacklevel=1)
     assert told == ["UserWarning: odd", r"UserWarning: name \x1b[31m"]
-
-
-def test_a_warning_is_shown_without_a_line_of_code() -> None:
-    usual = warnings.formatwarning
-    with telling_warnings(lambda line: None), telling_warnings(lambda line: None):
-        assert warnings.formatwarning("odd", UserWarning, __file__, 1) == "warning: odd\n"
-        assert ": DeprecationWarning: old\n" in warnings.formatwarning("old", DeprecationWarning, __file__, 1)
-    assert warnings.formatwarning is usual

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,23 +34,6 @@ def test_a_stopped_command_says_how_to_go_on(
     ]
 
 
-def test_an_option_is_not_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python3", "tool.py", "--resume"])
-    monkeypatch.setattr(sys, "argv", ["tool.py", "--resume"])
-    with pytest.raises(SystemExit), ending_when_stopped(Path("out"), "--resume"):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err.splitlines()[1] == "  python3 tool.py --resume"
-
-
-def test_the_console_command_is_called_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["/env/bin/python", "/env/bin/metricopt", "finetune-classifier", "seeds=2"])
-    with pytest.raises(SystemExit), ending_when_stopped(Path("out"), "--resume"):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err.splitlines()[1] == "  metricopt finetune-classifier seeds=2 --resume"
-
-
 def test_where_nothing_is_kept_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), ending_when_stopped():
         raise KeyboardInterrupt
@@ -63,16 +45,3 @@ def test_what_else_listens_to_the_signal_does_so_again() -> None:
     with ending_when_stopped():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_other_threads_may_use_it() -> None:
-    seen: list[str] = []
-
-    def work() -> None:
-        with ending_when_stopped():
-            seen.append("done")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == ["done"]
