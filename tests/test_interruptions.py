@@ -269,39 +269,3 @@ def test_a_direct_search() -> None:
 def test_a_guided_search() -> None:
     """A sample of its lines, as it takes longer."""
     check_lines(searching(GUIDED, 8), every=80)
-
-
-@pytest.mark.parametrize("error", [ValueError("own"), KeyboardInterrupt(), SystemExit(2)])
-@pytest.mark.parametrize("call", [1, 3])
-@pytest.mark.parametrize("where", ["loss", "hook"])
-def test_an_error_in_a_users_function(error: BaseException, call: int, where: str) -> None:
-    calls: list[int] = []
-
-    def in_loss(model: nn.Module, batch: Any) -> Tensor:
-        if len(calls) + 1 < call:
-            calls.append(1)
-            return model(batch[0]).square().mean()
-        model.train()
-        raise error
-
-    task = search_task()
-    model = task.adapter.model
-    if where == "hook":
-
-        def hook(module: nn.Module, args: Any) -> None:
-            calls.append(1)
-            if len(calls) >= call:
-                raise error
-
-        model[1].register_forward_pre_hook(hook)  # while the norm is in the mode that it is pinned to
-    before = state_of(model)
-
-    def search() -> None:
-        own = task
-        if where == "loss":  # which is asked for the first batch as the task is made
-            own = FinetuneTask(task.adapter, loss=in_loss, batches=task.batches, metric=task.metric, population=1)
-        optimize_metric(own, queries=8, strategy=GUIDED if where == "loss" else RandomSearch())
-
-    with pytest.raises((type(error), RuntimeError)):
-        search()
-    assert state_of(model) == before

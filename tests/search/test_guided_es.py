@@ -152,18 +152,3 @@ def test_k_as_printed_divides_by_itself_from_the_first_gradient_on(history: Tens
     torch.testing.assert_close(u, expected, rtol=1e-10, atol=1e-12)
     grown = es_direction(wavy, phi, history, generator=rng(5), count=4, variance=0.04)
     assert torch.allclose(u, grown) == (len(history) == 3)
-
-
-def test_black_box_without_gradient() -> None:
-    """Counts in integers, double costs of single-precision points: all that a metric may be."""
-
-    def stairs(phi: Tensor) -> Tensor:
-        assert not phi.requires_grad
-        return torch.tensor([int(10 * p.sum()) for p in phi], dtype=torch.float64)
-
-    phi, history = rand(6).float().requires_grad_(True), rand(3, 6, seed=1).float()
-    u = es_direction(stairs, phi, history, generator=rng(), count=500, variance=1.0)
-    assert u.dtype == torch.float32
-    assert not u.requires_grad
-    expected = analytic_direction(torch.full((6,), 10.0), history)
-    assert float(torch.cosine_similarity(u, expected, dim=0)) > 0.95

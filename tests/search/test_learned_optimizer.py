@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
-from metricopt_ext.search.learned_optimizer import BlindWarning, LearnedOptimizer
+from metricopt_ext.search.learned_optimizer import LearnedOptimizer
 from metricopt_ext.search.unrolled import unroll
 from metricopt_ext.search.update_rule import UpdateRule
 
@@ -23,9 +22,6 @@ def make_rule(**options: Any) -> UpdateRule:
     rule = UpdateRule(hidden=5, step=0.1, seed=2, **options).double()
     rule.weights.data.copy_(0.4 * rand(len(rule.weights), seed=7))
     return rule
-
-
-BLIND: dict[str, Any] = {"sees_loss": False, "sees_metric": False}
 
 
 def test_it_is_the_functional_form(quadratic: Callable[..., Any]) -> None:
@@ -74,30 +70,6 @@ def test_state_dict_continues_bit_for_bit(after: int) -> None:
         other.observe(cost=0.4)  # nothing was kept before the first step
     follow(other, resumed, range(after, 7))
     assert torch.equal(phi, resumed)
-
-
-@pytest.mark.parametrize(
-    ("options", "told", "named"),
-    [
-        ({}, {}, "loss and cost"),
-        (BLIND, {}, None),
-        ({}, {"loss": 1.0, "cost": 0.5}, None),
-    ],
-)
-def test_a_rule_that_is_told_too_little_says_so_once(
-    options: dict[str, bool], told: dict[str, float], named: str | None
-) -> None:
-    phi = nn.Parameter(rand(D))
-    optimizer = LearnedOptimizer([phi], make_rule(**options))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            optimizer.observe(**told)
-            phi.grad = rand(D, seed=3)
-            optimizer.step()
-    texts = [str(each.message) for each in caught if each.category is BlindWarning]
-    assert len(texts) == (named is not None)
-    assert all(f"trained to see the {named}, which" in text for text in texts)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,29 +37,6 @@ def searched(cost: Cost, queries: int, *times: float, interval: tuple[float, flo
 
 def wavy(t: float) -> float:
     return math.sin(2 * t) + 0.3 * t
-
-
-def test_the_posterior_is_that_of_the_textbook() -> None:
-    """Rasmussen & Williams, Eq. 2.25, 2.26 and 2.41 with a constant mean, by dense inverses."""
-    t, at = np.array([-2.0, -0.5, 0.0, 0.7, 1.9]), np.linspace(-2.5, 2.5, 7)
-    f = fit(INTERVAL, known(wavy, *t))
-    assert f is not None
-    assert f.hyperparameters is not None
-    length = f.hyperparameters.length * 0.5  # the typical distance is a tenth of the interval
-    target = np.vectorize(wavy)(t)
-    mean, std = target.mean(), target.std(ddof=1)
-    y = (target - mean) / std
-    kernel = lambda a, b: np.exp(-((a[:, None] - b) ** 2) / (2 * length**2))  # noqa: E731
-    inverse = np.linalg.inv(kernel(t, t) + f.hyperparameters.noise * np.eye(5))
-    ones = np.ones(5)
-    constant = ones @ inverse @ y / (ones @ inverse @ ones)
-    amplitude = (y - constant) @ inverse @ (y - constant) / 5
-    cross = kernel(at, t)
-    expected = mean + std * (constant + cross @ inverse @ (y - constant))
-    variance = amplitude * (1 - np.einsum("ij,jk,ik->i", cross, inverse, cross))
-    grid = torch.from_numpy(at)[:, None]
-    np.testing.assert_allclose(f.members(grid)[:, 0].numpy(), expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(f.std(grid).numpy(), std * np.sqrt(variance), rtol=1e-6, atol=1e-9)
 
 
 def test_next_is_where_mean_less_deviation_is_least() -> None:

@@ -1,7 +1,6 @@
 """MetricOpt and its step rule, against the naive formula and torch's own optimizers."""
 
 import io
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.search.adam import adam_direction
-from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, clip_to_ball
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.value.gp import GPValueFunction
@@ -149,14 +148,6 @@ def test_an_untrusted_f_is_followed_on_demand() -> None:
     assert not torch.allclose(steps[0], steps[3])
 
 
-def test_clipping_keeps_the_direction() -> None:
-    phi = torch.stack([rand(D), 1e-3 * rand(D), torch.zeros(D).double(), 1e6 * rand(D, seed=2)])
-    clipped = clip_to_ball(phi, torch.zeros(phi.shape[-1]), torch.tensor(0.5))
-    assert torch.equal(clipped[1:3], phi[1:3])
-    for row in (0, 3):
-        torch.testing.assert_close(clipped[row], 0.5 * phi[row] / phi[row].norm())
-
-
 def test_rows_of_a_population_have_their_own_settings() -> None:
     f, n = make_f(), 5
     phi, history = 0.5 * rand(n, D), rand(n, 3, D, seed=2)
@@ -174,19 +165,6 @@ def test_rows_of_a_population_have_their_own_settings() -> None:
         np.testing.assert_allclose(alone, expected, rtol=1e-10, atol=1e-12)
     untrusted = MetricOptStep(make_f(quality=None), lr, metric_step, loss_weight)(phi, history, 4)
     torch.testing.assert_close(untrusted, phi - lr[:, None] * history[:, -1], rtol=1e-14, atol=1e-14)
-
-
-def test_optimizer_and_population_rule_agree(quadratic: Callable[..., Any]) -> None:
-    task, f = quadratic(D), make_f()
-    start = task.starts(0.3, 0, [7])
-    points, _ = rollout(task, start, MetricOptStep(f, 0.1, steps=12), steps=12, seed=3, indices=[7])
-    task.adapter.set_phi(start[0])
-    optimizer = MetricOpt(task.adapter.parameters(), f, lr=0.1, steps=12)
-    for step in range(12):
-        optimizer.zero_grad()
-        task.loss(task.adapter.model, task.batches(3, 7, step)).backward()
-        optimizer.step()
-        torch.testing.assert_close(task.adapter.phi.detach(), points[0, step + 1], rtol=1e-12, atol=1e-12)
 
 
 # --- The optimizer's contract --------------------------------------------------------------------------------
@@ -394,18 +372,6 @@ def test_metricopt_ends_where_the_search_did(quadratic: Callable[..., Any]) -> N
         start, tuned, found = (task.true_cost(phi) for phi in (task.origin(), points[0, -1], end.phi))
         shares.append((tuned - found) / (start - found))
     assert sum(shares) / len(shares) < 0.03
-
-
-def test_a_copy_steps_as_its_original() -> None:
-    phi = parameter()
-    optimizer = MetricOpt([phi], make_f())
-    train(optimizer, phi, 3)
-    copied = pickle.loads(pickle.dumps(optimizer))
-    (own,) = copied.param_groups[0]["params"]
-    train(copied, own, 3, start=3)
-    assert copied.f is not optimizer.f
-    train(optimizer, phi, 3, start=3)
-    assert torch.equal(own, phi)
 
 
 # --- Adam's steps in place of loss gradients ---------------------------------------------------------------------

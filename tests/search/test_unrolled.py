@@ -73,13 +73,3 @@ def test_derivatives_in_the_weights_are_whole(quadratic: Callable[..., Any], pop
             change = (value(weights + moved, False) - value(weights - moved, False)).sum() / 2e-6
         assert float(slope[row, place]) == pytest.approx(float(change), rel=1e-5, abs=1e-7)
     assert slope.count_nonzero() > len(rule.weights)
-
-
-def test_each_run_of_a_population_is_as_if_it_were_alone(quadratic: Callable[..., Any]) -> None:
-    task, rule = quadratic(3), make_rule()
-    starts = task.starts(0.4, 0, range(3))
-    together = unroll(task, rule, starts, steps=4, seed=0, indices=range(3))
-    for row in range(3):
-        alone = unroll(task, rule, starts[row][None], steps=4, seed=0, indices=[row])
-        torch.testing.assert_close(alone.phi[0], together.phi[row], rtol=1e-12, atol=1e-14)
-    assert together.loss.shape == (3, 4)

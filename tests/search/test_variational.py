@@ -37,25 +37,6 @@ def test_both_estimators_are_unbiased(
     assert torch.equal(samples.values[0], objective(w + STD * noise))
 
 
-def test_on_a_quadratic_of_several_weights() -> None:
-    """The reparameterised estimate of a pair is exact, the score's is z z^T g: variances g_i^2 + |g|^2."""
-    a, w = rand(4, 4), rand(4, seed=2)
-    a = a @ a.T
-
-    def objective(x: Tensor) -> Tensor:
-        return 0.5 * torch.einsum("...i,ij,...j->...", x, a, x)
-
-    samples = gradient_samples(objective, w, rand(40_000, 4, seed=3), STD)
-    gradient = a @ w
-    assert samples.reparameterised is not None
-    torch.testing.assert_close(samples.reparameterised, gradient.expand(40_000, -1), rtol=1e-9, atol=1e-9)
-    variance = gradient**2 + gradient.square().sum()
-    error = (samples.score.mean(0) - gradient).abs() / (variance / 40_000).sqrt()
-    assert error.max() < 4  # standard errors; the draws are fixed
-    torch.testing.assert_close(samples.score.var(0), variance, rtol=0.06, atol=0)
-    torch.testing.assert_close(combine(samples.reparameterised, samples.score), gradient, rtol=1e-9, atol=1e-9)
-
-
 def test_weights_are_inverse_variances_of_each_number() -> None:
     first, second = rand(6, 3) * torch.tensor([1.0, 0.1, 5.0]), 2 + rand(6, 3, seed=2)
     combined = combine(first, second)

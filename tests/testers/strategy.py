@@ -61,11 +61,12 @@ class World:
         if case.settings:
             self.targets = self.targets + 0.3
         goal = self.outputs_at(OF_LOSS)
+        self.losses, self.loss_fails_at = 0, 0
         self.asked: list[Tensor] = []
         self.aside: list[Tensor] = []
         self.task = mo.FinetuneTask(
             self.adapter,
-            loss=lambda model, batch: 5 * (model(batch[0]) - batch[1]).square().mean(),
+            loss=self.loss,
             batches=mo.TensorBatches(INPUTS, goal, batch_size=10),
             metric=mo.Metric(
                 self.score,
@@ -107,6 +108,13 @@ class World:
         finally:
             self.shift = before
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the surrogate loss, whose optimum is `OF_LOSS`."""
+        self.losses += 1
+        if self.losses == self.loss_fails_at:
+            raise OSError("no more memory")
+        return 5 * (model(batch[0]) - batch[1]).square().mean()
+
     def rows(self, model: nn.Module) -> Tensor:
         """Return each row's score."""
         return (-4 * (model(INPUTS) + self.shift - self.targets).square().sum(1)).exp()
@@ -115,7 +123,11 @@ class World:
         """Judge a model: the metric of the task."""
         outputs = model(INPUTS).detach() + self.shift
         self.asked.append(outputs)
-        told = self.judge(len(self.asked))
+        try:
+            told = self.judge(len(self.asked))
+        except BaseException:
+            spoil(model)
+            raise
         if told is None:
             assert not any(module.training for module in model.modules())
             rows = self.rows(model).detach()
@@ -129,10 +141,24 @@ class World:
             return self.judge_aside()
         return float(self.rows(model)[::3].mean())
 
+    def size(self) -> float:
+        """Return what a constraint bounds, of the model as it stands."""
+        with torch.no_grad():
+            return float((self.model(INPUTS) + self.shift).square().mean())
+
     def true(self) -> float:
         """Return the metric of the model as it stands, without a query."""
         with torch.no_grad():
             return float(self.rows(self.model.eval()).mean())
+
+
+def spoil(model: nn.Module) -> None:
+    """Leave a model as a function may that fails half-way."""
+    model.train()
+    model[1].eval()
+    with torch.no_grad():
+        model[3].weight.add_(1)
+        model[1].running_mean.add_(1)
 
 
 def state_of(world: World) -> list[Any]:
@@ -289,6 +315,10 @@ class StrategyTester:
         assert torch.equal(ended.phi, result.ends[result.chosen])
         fresh = World(self)
         assert result.before == pytest.approx(fresh.true(), abs=1e-12)
+        if self.constraint:
+            most = fresh.size() + 0.02
+            with world.shifted({"shift": self.shift(result)}):
+                assert max(world.size(), result.elsewhere["search"]["size"]) <= most + 1e-12
         assert result.best >= result.before
         assert len(world.aside) == len(result.holdout) <= 3
         world.adapter.remove()
@@ -444,6 +474,18 @@ class StrategyTester:
         assert len(world.asked) == at
         assert state_of(world) == before
 
+    @given(draw=SEEDS)
+    @few
+    def test_a_loss_that_fails_leaves_the_model(self, undisturbed: Any, draw: int) -> None:
+        """Its own error ends the run, whenever it is called."""
+        world, rng = World(self), random.Random(draw)
+        world.loss_fails_at = world.losses + rng.randint(1, max(1, (undisturbed(1).world.losses - world.losses) // 2))
+        world.model.train(rng.random() < 0.5)
+        before = state_of(world)
+        with pytest.raises((OSError, mo.errors.AdapterError), match="no more memory"):
+            self.run(world, None, queries=self.queries, seed=1)
+        assert state_of(world) == before
+
     def test_a_budget_that_is_too_small_asks_nothing(self) -> None:
         """More queries than the metric's ledger has left are refused, as are too few, before the first."""
         world = World(self)
@@ -508,5 +550,9 @@ class StrategyTester:
 
     def true_value(self, world: World, result: mo.Result) -> float:
         """Return the metric of the model as a run has left it."""
-        with world.shifted({"shift": 0.0, **result.start_of(result.chosen).settings}):
+        with world.shifted({"shift": self.shift(result)}):
             return world.true()
+
+    def shift(self, result: mo.Result) -> float:
+        """Return the setting that a run has kept."""
+        return float(result.start_of(result.chosen).settings.get("shift", 0.0))

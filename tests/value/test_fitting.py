@@ -61,9 +61,6 @@ def test_what_was_predicted_ahead_is_measured_against_what_was_found() -> None:
     assert (quality.points, quality.trajectories) == (8, 8)
 
 
-QUICK = NeuralLearner(iterations=15)
-
-
 @dataclass
 class Spy:
     """Returns a given f and remembers what it was asked with."""

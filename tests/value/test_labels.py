@@ -7,7 +7,7 @@ import torch
 
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.observations import Observations
 
 
@@ -98,13 +98,3 @@ def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., li
     torch.testing.assert_close(
         labels.cost[labels.trajectory == len(data) - 1], torch.tensor(expected, dtype=torch.float64)
     )
-
-
-def test_labels_without_sigma(mixed: Callable[..., list[Trajectory]]) -> None:
-    trajectories = mixed()
-    plain = GaussianProcessLabels(always=True)(trajectories)
-    certain = WithoutSigma(lambda data: plain)(trajectories)
-    assert plain.sigma.min() < plain.sigma.max()
-    assert torch.equal(certain.sigma, torch.ones(len(plain.sigma)))
-    for name in ("phi", "cost", "trajectory", "observed"):
-        assert torch.equal(getattr(certain, name), getattr(plain, name))

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import assert_refused, assert_warned, having
-from metricopt_ext.value import reptile
+from helpers.refusals import having
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
-from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks, interpolate
+from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 4
@@ -97,27 +96,6 @@ def recorder() -> Recorder:
     return Recorder(gamma=10, beta=1, miner=hardest_triplets)
 
 
-@pytest.mark.usefixtures("double")
-def test_with_one_step_of_sgd_it_is_plain_sgd_at_rate_alpha_eta() -> None:
-    """w + eta (w - alpha g - w) = w - alpha eta g."""
-    data, spy = observations(), recorder()
-    learner = replace(QUICK, iterations=8, inner=partial(SGD, lr=0.01), inner_steps=1, objective=spy)
-    f = learner(data, folded(data, 3), 3, seed=1)
-
-    plain = spy.initial[0]
-    initial = parameters(plain)
-    assert len(spy.calls) == 8
-    for i, (phi, cost, sigma) in enumerate(spy.calls):
-        plain.zero_grad()
-        Objective(gamma=10, beta=1, miner=hardest_triplets)(plain, phi, cost, sigma, rng()).backward()
-        with torch.no_grad():
-            for p in plain.parameters():
-                assert p.grad is not None
-                p -= 0.01 * (1 - i / 8) * p.grad
-    assert_same(parameters(f), parameters(plain), 1e-9)
-    assert_differ(parameters(f), initial, 1e-2)
-
-
 ADAMW: Callable[..., Any] = lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.5)  # noqa: E731
 PLAIN: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.01)  # noqa: E731
 
@@ -153,24 +131,6 @@ def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
     assert_differ(parameters(f), parameters(w if adapted else w_tilde), 1e-3)
 
 
-def etas(monkeypatch: pytest.MonkeyPatch, learner: ReptileLearner) -> list[float]:
-    """The meta learning rates of a fit to 20 tasks in two folds."""
-    seen: list[float] = []
-
-    def spy(old: Any, new: Any, eta: float) -> Any:
-        seen.append(eta)
-        return interpolate(old, new, eta)
-
-    monkeypatch.setattr(reptile, "interpolate", spy)
-    data = observations()
-    learner(data, folded(data, 2), 2, seed=0)
-    return seen
-
-
-def test_eta_falls_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    np.testing.assert_allclose(etas(monkeypatch, replace(QUICK, iterations=10)), np.linspace(1, 0, 11)[:-1])
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.filterwarnings("ignore:f gets only 6 updates")
 def test_paper_preset_is_algorithm_1_as_printed() -> None:
@@ -196,32 +156,6 @@ def test_paper_preset_is_algorithm_1_as_printed() -> None:
                 p += (1 - i / 6) * (q - p)
     assert sorted(taken) == list(range(6))
     assert_same(parameters(f), parameters(w_tilde), 1e-9)
-
-
-@pytest.mark.parametrize(("tasks", "per_pass"), [(1, 8), (3, 3), (7, 2), (50, 2)])
-def test_passes_take_every_task_that_a_member_sees_and_as_many_times(tasks: int, per_pass: int) -> None:
-    data, passes, spy = observations(tasks=11, points=5), 4, recorder()
-    fold = folded(data, 3)  # the members see 7, 7 and 8 tasks
-    assert_warned(
-        lambda: replace(QUICK, passes=passes, tasks=tasks, objective=spy, inner=SGD)(data, fold, 3, seed=0),
-        2 * 4 * per_pass,
-    )
-    batches = [phi for phi, _, _ in spy.calls[::2]]  # two inner steps on each
-    assert len(batches) == passes * per_pass
-    for member in range(3):
-        seen = sorted({int(t) for t in data.trajectory[fold != member]})
-        drawn = [
-            {int(data.trajectory[(data.phi == p).all(1)]) for p in phi[:, member]} for phi in batches
-        ]  # of each meta-batch
-        assert {len(one) for one in drawn} == {min(tasks, 7)}
-        for start in range(0, len(drawn), per_pass):
-            assert sorted(set().union(*drawn[start : start + per_pass])) == seen
-        counts = [sum(task in one for one in drawn) for task in seen]
-        assert min(counts) >= passes
-        if tasks == 1 and len(seen) == 8:
-            assert counts == [passes] * 8
-            orders = [drawn[start : start + per_pass] for start in range(0, len(drawn), per_pass)]
-            assert len({str(order) for order in orders}) == passes  # each pass in an order of its own
 
 
 # --- Meta-batches and folds ----------------------------------------------------------------------------------
@@ -319,22 +253,6 @@ def test_collapse_is_said() -> None:
     learner = replace(QUICK, iterations=20, inner=partial(INNER_ADAMW, lr=1e-2, weight_decay=50))
     with pytest.warns(CollapseWarning, match=having("2")):
         learner(data, folded(data, 2), 2, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"iterations": 0}, ("iterations", "0", "1")),
-        ({"passes": 0}, ("passes", "0", "1")),
-        ({"tasks": 0}, ("tasks", "0", "1")),
-        ({"inner_steps": -1}, ("inner_steps", "-1")),
-        ({"resolution": 0.0}, ("resolution", "0.0")),
-        ({"points": 0}, ("points", "0", "1")),
-        ({"points": 1, "tasks": 1}, ("points", "1", "2")),
-    ],
-)
-def test_impossible_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert_refused(lambda: ReptileLearner(**settings), ValueError, *names)
 
 
 def test_repr_is_the_same_in_every_process() -> None:
