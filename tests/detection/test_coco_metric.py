@@ -15,14 +15,10 @@ pytest.importorskip("pycocotools")
 pytest.importorskip("torchvision")
 
 from pycocotools import mask as rle
-from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.ops import MultiScaleRoIAlign
 
 import metricopt_ext as mo
 from helpers import coco_reference
+from helpers.detectors import SMALL_IMAGES, small_detector
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.coco_metric import coco_metric
 from metricopt_ext.detection.tables import Kind
@@ -118,87 +114,40 @@ def test_halves_are_random_ones_by_default() -> None:
     assert coco_metric(images, truth()).function(Finder()) == pytest.approx(1)  # a number, for whoever calls it
 
 
-# --- A Mask R-CNN of torchvision's -----------------------------------------------------------------------------
-
-RNG = torch.Generator().manual_seed(0)
-IMAGES = [torch.rand(3, SIDE, SIDE, generator=RNG, dtype=torch.float64) for _ in range(4)]
-# In each image, an object of either class: a square without a corner.
-OBJECTS = torch.zeros(2, SIDE, SIDE, dtype=torch.uint8)
-OBJECTS[0, 2:24, 4:26] = OBJECTS[1, 26:48, 22:44] = 1
-OBJECTS[0, 2:8, 4:10] = OBJECTS[1, 26:32, 22:28] = 0
-TARGET = {
-    "boxes": torch.tensor([[4.0, 2, 26, 24], [22, 26, 44, 48]], dtype=torch.float64),
-    "labels": torch.tensor([1, 2]),
-    "masks": OBJECTS,
-}
-ANNOTATIONS = {
-    "images": [{"id": i, "width": SIDE, "height": SIDE} for i in range(4)],
-    "annotations": [
-        {
-            "id": 2 * i + label,
-            "image_id": i,
-            "category_id": label,
-            "iscrowd": 0,
-            "area": 22.0**2 - 6**2,
-            "segmentation": rle.encode(np.asfortranarray(OBJECTS[label - 1].numpy())),
-        }
-        for i in range(4)
-        for label in (1, 2)
-    ],
-    "categories": [{"id": 1}, {"id": 2}],
-}
-
-
-@pytest.fixture
-def mask_rcnn() -> Any:
-    """Torchvision's Mask R-CNN on two convolutions, untrained, detecting at any score; phi is in its backbone."""
-    torch.manual_seed(0)
-    body = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
-        *(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-    )
-    body.out_channels = 16
-    model = MaskRCNN(
-        body,
-        min_size=SIDE,
-        max_size=SIDE,
-        rpn_anchor_generator=AnchorGenerator(((24.0,),), ((1.0,),)),
-        rpn_post_nms_top_n_train=20,
-        rpn_post_nms_top_n_test=20,
-        rpn_nms_thresh=0.9,
-        box_roi_pool=MultiScaleRoIAlign(["0"], 3, 1),
-        box_head=TwoMLPHead(16 * 3 * 3, 16),
-        box_predictor=FastRCNNPredictor(16, 3),
-        box_score_thresh=0.0,
-        box_detections_per_img=20,
-        box_nms_thresh=0.7,
-        box_batch_size_per_image=16,
-        mask_roi_pool=MultiScaleRoIAlign(["0"], 5, 1),
-        mask_head=MaskRCNNHeads(16, (8,), 1),
-        mask_predictor=MaskRCNNPredictor(8, 8, 3),
-    )
-    nn.init.constant_(model.roi_heads.mask_predictor.mask_fcn_logits.bias, 1.0)
-    model = model.double().eval()
-    return mo.attach_film(model, ["backbone.1", "backbone.4"], dim=4)
+# --- A Mask R-CNN of torchvision's -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def mask_ap50(model: Any) -> float:
-    results = [
+def masks_of(model: Any) -> list[dict[str, Any]]:
+    """What a detector finds in each picture, with the size of each, as pycocotools takes it."""
+    return [
         {
             "image_id": i,
             "category_id": int(label),
             "score": float(score),
             "segmentation": rle.encode(np.asfortranarray((mask[0] >= 0.5).to(torch.uint8).numpy())),
         }
-        for i, found in enumerate(model.eval()(IMAGES))
+        for i, found in enumerate(model.eval()(SMALL_IMAGES))
         for label, score, mask in zip(found["labels"], found["scores"], found["masks"], strict=True)
     ]
-    return coco_reference.average_precision(coco_reference.evaluated(ANNOTATIONS, results, "segm"), "AP50")
 
 
-def test_phi_of_a_mask_rcnn_is_searched_for_the_ap50_of_its_masks(mask_rcnn: Any) -> None:
-    """By its own loss, that of the masks included; each value is pycocotools' own."""
+def test_phi_of_a_mask_rcnn_is_searched_for_the_ap50_of_its_masks() -> None:
+    """By its own loss, that of the masks included; each value is pycocotools' own. The truth is what one phi finds."""
+    adapter = mo.attach_film(small_detector("MaskRCNN"), ["backbone.body.1"], dim=4)
+    with adapter.using(torch.tensor([0.4, -0.3, 0.2, 0.1], dtype=torch.float64)) as model:
+        objects = [each for each in masks_of(model) if rle.area(each["segmentation"]) > 0 and each["score"] > 0.5]
+    content = {
+        "images": [{"id": i, "width": each.shape[2], "height": each.shape[1]} for i, each in enumerate(SMALL_IMAGES)],
+        "annotations": [{**each, "id": i, "iscrowd": 0, "area": 99.0} for i, each in enumerate(objects, start=1)],
+        "categories": [{"id": 1}, {"id": 2}],
+    }
+    first = [each for each in objects if each["image_id"] == 0]
+    target = {
+        "boxes": torch.tensor([[4.0, 6, 30, 28]] * len(first)).double(),
+        "labels": torch.tensor([each["category_id"] for each in first]),
+        "masks": torch.from_numpy(rle.decode([each["segmentation"] for each in first])).permute(2, 0, 1),
+    }
     losses: set[str] = set()
 
     def loss(model: Any, batch: Any) -> Any:
@@ -207,20 +156,24 @@ def test_phi_of_a_mask_rcnn_is_searched_for_the_ap50_of_its_masks(mask_rcnn: Any
         return sum(parts.values())
 
     task = mo.FinetuneTask(
-        mask_rcnn,
+        adapter,
         loss=loss,
-        batches=lambda seed, task, step: ([IMAGES[step % 4]], [TARGET]),
-        metric=coco_metric(IMAGES, ANNOTATIONS, kind="segm", name="AP50", halves=list(torch.arange(4).view(2, 2))),
+        batches=lambda seed, task, step: (SMALL_IMAGES[:1], [target]),
+        metric=coco_metric(SMALL_IMAGES, content, kind="segm", name="AP50", halves=()),
         population=1,
     )
-    run = mo.optimize_metric(task, queries=16)
+    run = mo.optimize_metric(task, queries=12)
     assert "loss_mask" in losses
-    assert task.metric.ledger.spent == 16
-    assert mask_ap50(mask_rcnn.model) == pytest.approx(run.after, abs=1e-12)
+    assert task.metric.ledger.spent == 12
+
+    def value(model: Any) -> float:
+        return coco_reference.average_precision(coco_reference.evaluated(content, masks_of(model), "segm"), "AP50")
+
+    assert value(adapter.model) == pytest.approx(run.after, abs=1e-12)
     values = []
     for phi in run.points[:5]:
-        with mask_rcnn.using(phi) as model:
-            values.append(mask_ap50(model))
+        with adapter.using(phi) as model:
+            values.append(value(model))
     assert values == pytest.approx([1 - cost for cost in run.costs[:5]], abs=1e-12)
     assert len(set(values)) == 5
 
