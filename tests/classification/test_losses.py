@@ -13,7 +13,7 @@ from metricopt_ext.classification.losses import CostSensitive, classification_lo
 from metricopt_ext.classification.named_loss import named_loss
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import known_keys, load_config
+from metricopt_ext.utils.config import load_config
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -83,13 +83,6 @@ def test_a_loss_by_name_is_that_loss_of_the_logits(name: str, params: str, loss:
     assert named_loss(config, TARGET)(NET, (INPUTS, LABELS)) == loss(NET(INPUTS), LABELS)
 
 
-def test_without_a_name_it_is_cross_entropy_and_there_are_no_keys() -> None:
-    config = config_of()
-    assert named_loss(config, TARGET) is classification_loss
-    assert not [key for key in known_keys(config) if key.startswith("loss")]
-    assert_refused(lambda: config_of("loss.params={margin: 3}"), ConfigError, "loss.params")
-
-
 RNG = torch.Generator().manual_seed(0)
 
 
@@ -106,11 +99,6 @@ def test_losses_are_those_of_the_definitions() -> None:
     labels = torch.stack([two, 1 - two, two], 1)
     each = -torch.where(labels == 1, LOGITS.sigmoid(), (-LOGITS).sigmoid()).log()
     torch.testing.assert_close(Target("multilabel", 3).losses(LOGITS, labels), each.mean(1))
-
-
-def test_decisions() -> None:
-    assert Target("multilabel", 2).decide(torch.tensor([[0.1, -0.1]])).tolist() == [[1, 0]]
-    assert Target("classes", 2).decide(torch.tensor([0.1, -0.1])).tolist() == [1, 0]
 
 
 def test_probabilities_are_in_double_precision() -> None:

@@ -55,7 +55,6 @@ MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
             ],
             lambda y, logits: sklearn.metrics.roc_auc_score(y, logits.double().softmax(1), multi_class="ovr"),
         ),
-        (["metric.name=f1"], lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro")),
     ],
 )
 def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:

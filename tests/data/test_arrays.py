@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.refusals import assert_refused
-from metricopt_ext.data.arrays import Names, read_array
+from metricopt_ext.data.arrays import read_array
 from metricopt_ext.errors import DataError
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
@@ -69,15 +69,6 @@ def test_both_lie_in_one_file(tmp_path: Path, file: str, y: np.ndarray) -> None:
     WRITERS[file](path, X, y)
     assert np.array_equal(np.asarray(read_array(path, "embeddings")), X)
     assert np.asarray(read_array(path, "labels")).tolist() == y.tolist()
-
-
-def test_names_are_numbered_over_all_files(tmp_path: Path) -> None:
-    numbered = Names().numbered
-    assert numbered(NAMES, tmp_path / "a").tolist() == [0, 1, 2, 1]
-    assert numbered(np.array([["zebra"], ["cow"]]), tmp_path / "b").tolist() == [[2], [3]]
-    assert numbered(np.array([b"ant"]), tmp_path / "c").tolist() == [1]
-    assert numbered(np.array([" ant", "ant\t", "zebra "]), tmp_path / "c").tolist() == [1, 1, 2]  # as in a text file
-    assert_refused(lambda: numbered(Y, tmp_path / "d"), DataError)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.numerals import MISSING, number_in, plain_number, written_otherwise
 from metricopt_ext.data.parquet import parquet_cells
-from metricopt_ext.data.reading import Column, Reading
+from metricopt_ext.data.reading import Column
 from metricopt_ext.data.text_files import DELIMITERS
 from metricopt_ext.errors import DataError
 
@@ -59,11 +58,6 @@ def test_a_plain_number_is_read(cell: str, number: float) -> None:
     assert not written_otherwise(cell)
 
 
-def test_infinity_is_a_number_but_no_plain_one() -> None:
-    assert number_in("-inf") == -math.inf
-    assert plain_number("-inf") is None
-
-
 @pytest.mark.parametrize(
     "cell",
     ["1,5", "1,234", "1.234,5", "1'234'567", "1\u00a0234", "\u22123", "12%", "-$7.5", "5 €", "(3)", "($1,234.5)"],
@@ -101,24 +95,6 @@ def test_cells_are_those_of_a_csv_file(tmp_path: Path) -> None:
 def test_what_is_no_cell_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", a=[[1.0], [2.0]])
     assert_refused(lambda: parquet_cells(file), DataError, "'a'")
-
-
-AGE = Column("age", "number", 1, 40, 4, ["'-' in row 31", "'' in row 32", "'x' in row 40"])
-
-
-JOB = Column("job", "category", 3, 3)
-
-
-READING = Reading("utf-8", [AGE, JOB, Column("y", "class", 0, 2)])
-
-
-def test_what_is_worth_a_look_is_said_in_words() -> None:
-    assert READING.lines() == [
-        "read as utf-8; columns: 1 number, 1 category, 1 class",
-        "column 'age': number, 40 values, 4 without one ('-' in row 31, '' in row 32, 'x' in row 40, ...)",
-    ]
-    assert READING.inputs == ["age", "job", "job", "job"]
-    assert Reading("LIBSVM data").lines() == ["read as LIBSVM data"]
 
 
 def test_names_from_files_stay_on_their_line() -> None:

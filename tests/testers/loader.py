@@ -312,7 +312,7 @@ class Divided(LoaderTester):
         """Return the classes that a row has."""
         return {row.label}
 
-    @settings(DRAWN, max_examples=FEW)
+    @DRAWN
     @given(data=st.data())
     def test_what_is_not_given_is_held_out(self, data: st.DataObject) -> None:
         """No row is in two parts or in none; each has each class; train lends nothing where validation is given."""
