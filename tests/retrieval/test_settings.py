@@ -176,10 +176,7 @@ def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:
     assert recall_at_k(own, examples(0)[1], KS).mean == pytest.approx(1 - tuned.cost, abs=1e-12)
     assert processing.whitening is not None
     assert settings.set_on(model, {}) == ""
-    said = settings.set_on(model, {"whitening": 0.75})
-    assert said.startswith(
-        "whitening act on embeddings: `adapter.merge(); processing = settings.processing(model, {'whi"
-    )
+    assert "settings.processing(model, {'whitening': 0.75})" in settings.set_on(model, {"whitening": 0.75})
     assert len(merge_whitening(model, processing.whitening, processing.post, x)) == 1  # lengths
     found = recall_metric([(x, examples(0)[1])], ks=KS, distance="cosine").evaluate(model, "test")
     assert found == tuned

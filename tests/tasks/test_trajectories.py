@@ -14,7 +14,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, FileFormatError, MetricError
+from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.cost_scale import CostScale
@@ -27,7 +27,7 @@ from metricopt_ext.tasks.kept_evaluations import (
     _content,
 )
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.tasks.metric import Metric, Query
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import collect, observation_steps, rollout
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
@@ -146,34 +146,6 @@ def test_collected_trajectories(quadratic: Make, population: int) -> None:
         assert trajectory.cost.tolist() == [task.true_cost(trajectory.phi[step]) for step in trajectory.observed]
         assert torch.equal(trajectory.observed_phi, torch.stack([trajectory.phi[i] for i in trajectory.observed]))
     assert costs == torch.cat([trajectory.cost for trajectory in found]).tolist()
-
-
-@pytest.mark.parametrize("population", [1, 2, 32])
-@pytest.mark.parametrize(
-    ("after", "stopped_by"), [(0, "budget"), (1, "metric"), (7, "budget"), (7, "metric"), (14, "metric")]
-)
-def test_resumed_run_is_the_uninterrupted_run(
-    quadratic: Make, tmp_path: Path, after: int, stopped_by: str, population: int
-) -> None:
-    identity = {"seed": 8, "layers": ("a", "b"), "lr": 0.1}
-    whole = run(quadratic(population=population), TrajectoryStore(tmp_path / "whole", identity))
-
-    folder = tmp_path / "resumed"
-    killed = quadratic(population=population, budget=after if stopped_by == "budget" else None)
-    killed.problem.fail_after = after if stopped_by == "metric" else None
-    with pytest.raises(MetricError if stopped_by == "metric" else BudgetError):
-        run(killed, TrajectoryStore(folder, identity))
-    finished = after // 3
-    kept = files(folder)
-    assert len(kept) == 1 + finished
-
-    task, store = quadratic(population=population), TrajectoryStore(folder, identity)
-    assert len(store) == finished
-    resumed = run(task, store)
-    assert task.queries == task.metric.ledger.spent == (5 - finished) * 3
-    assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))
-    assert all(same(a, b) for a, b in zip(TrajectoryStore(folder, identity), whole, strict=True))
-    assert all(files(folder)[name] == data for name, data in kept.items())
 
 
 # --- The store -----------------------------------------------------------------------------------------------------
@@ -336,37 +308,6 @@ def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
         return metric.judge(nn.Identity())
 
     return list(metric.each(judged, items, purpose))
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_what_is_on_file_of_a_point_is_answered_and_booked_but_not_asked(tmp_path: Path, halves: bool) -> None:
-    path = tmp_path / "evaluations.json"
-    broken = CachedMetric(counting(3, halves), path)
-    seen: list[Query] = []
-    with broken.metric.calling(seen.append):
-        told = ask(broken, 5, 6, 7)
-    assert_refused(lambda: ask(broken, 8), MetricError, "down")
-    metric = counting(halves=halves)
-    again = CachedMetric(metric, path)
-    assert again.on_file == 3
-    metric.callbacks.append(seen.append)
-    assert ask(again, 7, 5, purpose="first") == [told[2], told[0]]  # by the point, whatever the order
-    assert ask(again, 8, 6, 9, purpose="second") == [
-        *ask(counting(halves=halves), 8),
-        told[1],
-        Evaluation(0.1, told[1].halves),
-    ]
-    assert metric.ledger.spent_on == {"first": 2, "second": 3}
-    assert [query.on_file for query in seen] == [False] * 3 + [True, True, False, True, False]
-    assert [query.spent for query in seen] == [1, 2, 3, 1, 2, 3, 4, 5]
-    kept = json.loads(path.read_text())["evaluations"]
-    assert [(each["phi"], each["cost"], each["asked"]) for each in kept] == [
-        ([5.0], 0.0, 1),
-        ([6.0], 0.1, 1),
-        ([7.0], 0.2, 1),
-        ([8.0], 0.0, 1),
-        ([9.0], 0.1, 1),
-    ]
 
 
 def test_other_tensors_are_another_model_and_a_point_asked_twice_is_kept_twice(tmp_path: Path) -> None:
