@@ -34,12 +34,9 @@ LACKED = {
         "test_models.py::test_phi_leaves_changes_merges_and_goes[fcos head]",
     ),
     "a checkpoint has no state of the optimizer": (
-        "test_trainer.py::test_a_run_does_not_go_on_from_another_kind_of_run",
         "test_trainer.py::test_resumed_run_is_the_run[False]",
         "test_trainer.py::test_resumed_run_is_the_run[True]",
     ),
-    "SimpleTrainer has no gather_metric_period": ("test_trainer.py::test_hooks_in_a_simple_trainer",),
-    "AMPTrainer has no precision": ("test_trainer.py::test_steps_in_mixed_precision_are_judged_in_full",),
 }
 """What 0.6 lacks, and the tests that need it."""
 

@@ -188,6 +188,7 @@ class TestHuggingFace(HostTester):
                 eval_steps=1,
                 load_best_model_at_end=True,
                 metric_for_best_model="likelihood",
+                learning_rate=0.0,  # so the first checkpoint is the best, and the last another
                 use_cpu=True,
                 report_to="none",
                 disable_tqdm=True,

@@ -135,23 +135,6 @@ def test_which_way_is_better(own: dict[str, Any], metric: str | None, tmp_path: 
     assert run.after < run.before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("masked", "population"), [(False, 32), (True, 1)])
-def test_the_population_is_what_the_model_can_do(masked: bool, population: int, tmp_path: Path) -> None:
-    """BERT's code looks into a mask, which ``vmap`` can't."""
-
-    def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        of_one_length = [row | {"input_ids": (row["input_ids"] * 6)[:6]} for row in rows]
-        return {name: each for name, each in collate(of_one_length).items() if masked or name != "attention_mask"}
-
-    host, said = trainer(tmp_path, num_train_epochs=1), list[str]()
-    host.data_collator = collated
-    shown = type("Shown", (Callback,), {"say": lambda self, line: said.append(line)})()
-    run = tuned(host, "likelihood", callback=shown)
-    assert said[0].startswith(f"population {population}: ")
-    assert host.evaluate()["eval_likelihood"] == pytest.approx(run.after, abs=1e-6)
-
-
 def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
     """A Seq2SeqTrainer's evaluate sets how long the texts are that it has the model write."""
     torch.manual_seed(0)

@@ -12,7 +12,6 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 
-from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.ap_loss import ap_loss
 from metricopt_ext.detection.detectron2.ap_loss import use_ap_loss
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
@@ -67,16 +66,6 @@ def seen_proposals(model: Any) -> torch.Tensor:
     """The classes of the sampled proposals, -1 for background."""
     classes = torch.cat([each.gt_classes for each in model.roi_heads.sampled])
     return torch.where(classes == 2, -1, classes)
-
-
-def test_the_gradient_of_the_ap_loss_reaches_phi(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config(), classification_loss="ap")
-    model = toolkit.build(2, seed=1)
-    adapter = attach_film(model, toolkit.film_layers(model, ["roi_head"]), dim=4)
-    loss = losses_of(toolkit, model, examples(squares(2)))["loss_cls"]
-    (gradient,) = torch.autograd.grad(loss, adapter.phi)
-    assert gradient.isfinite().all()
-    assert gradient.norm() > 0
 
 
 def test_other_predictors_and_losses_are_refused(tiny_config: Any) -> None:

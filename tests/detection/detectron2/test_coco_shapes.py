@@ -165,13 +165,3 @@ def test_what_can_t_be_read_is_refused_where_it_is_needed(
     cfg.MODEL.MASK_ON = True
     with pytest.raises(ConfigError, match=message):
         check_sets(cfg, ["ours"], [])
-
-
-def test_keypoints_and_objects_without_masks_are_refused(
-    write: Callable[..., Path], tiny_config: Callable[..., Any]
-) -> None:
-    register_entries([f"ours={write(lambda all: first(all).pop('segmentation')).parent}:shapes.json"], "elsewhere")
-    with pytest.raises(ConfigError, match=r"KEYPOINT_ON.* 8 of 8 .*set it to False"):
-        check_sets(tiny_config("fpn", "BN", "MODEL.KEYPOINT_ON", True), ["ours"], [])
-    with pytest.raises(ConfigError, match=r"1 of 12.*'segmentation'; name a"):
-        check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.NAME", "segm/AP"), [], ["ours"])

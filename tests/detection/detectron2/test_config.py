@@ -1,9 +1,7 @@
 """The node METRICOPT: its keys are described and read, and impossible values are refused."""
 
-import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +40,8 @@ def keys(node: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def nodes(settings: Any, name: str = "settings") -> Iterator[tuple[str, Any]]:
-    yield name, settings
-    for key, value in vars(settings).items():
-        if is_dataclass(value):
-            yield from nodes(value, key)
-
-
 def test_defaults_are_those_of_the_settings() -> None:
     assert metricopt_settings(defaults()) == Settings()
-
-
-def test_each_key_is_read_and_described() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "detection" / "detectron2").glob("*.py"))
-    sources += (ROOT / "tools" / "train_detector.py").read_text()
-    for node, settings in nodes(Settings()):
-        if node == "shift":  # which the scenes are given whole
-            continue
-        documented = inspect.getdoc(type(settings)) or ""
-        for key in vars(settings):
-            of_search = node == "search" and key != "queries"  # which are passed on together
-            assert of_search or re.search(rf"\b{node}\.{key}\b", sources), f"{node}.{key}"
-            assert f"    {key}: " in documented, f"{node}.{key}"
 
 
 def test_the_documentation_lists_each_key_with_its_default() -> None:
@@ -75,25 +53,13 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["SEED", -1], r"METRICOPT\.SEED.*least 0"),
-        (["META.TASKS", 3], r"METRICOPT\.META\.TASKS.*least 4"),
-        (["META.INDEX", -1], r"METRICOPT\.META\.INDEX.*least 0"),
         (["METRIC.NAME", "AP"], r"METRICOPT\.METRIC\.NAME.*segm/AP"),
         (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM.*0; it.*least 1"),
-        (["FINETUNE.LR", -0.1], r"METRICOPT\.FINETUNE\.LR.*least 0"),
-        (["FINETUNE.METRIC_STEP", float("nan")], r"METRIC_STEP.*finite number"),
-        (["FINETUNE.START_STD", float("inf")], r"METRICOPT\.FINETUNE\.START_STD.*number"),
-        (["FINETUNE.TRUST", float("nan")], r"METRICOPT\.FINETUNE\.TRUST.*above 0"),
-        (["FINETUNE.HISTORY", 0], r"METRICOPT\.FINETUNE\.HISTORY.*least 1"),
         (["FINETUNE.TRUST", 0.0], r"METRICOPT\.FINETUNE\.TRUST.*above 0"),
-        (["METRIC.IMAGES", -1], r"METRICOPT\.METRIC\.IMAGES.*least 0"),
-        (["METRIC.EVALS", 1], r"METRICOPT\.METRIC\.EVALS.*least 2"),
         (["METRIC.EVALS", 8], r"METRIC\.EVALS is 8.*1 = 7"),
         (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION.*'coco'"),
-        (["CLASSIFICATION_LOSS", "focal"], r"METRICOPT\.CLASSIFICATION_LOSS.*'ap'"),
         (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], r"shift's.*finite and at least 0"),
         (["SEARCH.BATCH", 0], r"METRICOPT\.SEARCH.*least 1"),
-        (["META.TRAJECTORIES", "kept"], r"needs METRICOPT\.METRIC\.SET"),
         (["ENABLED", True, "METRICOPT.FILM.LAYERS", ("backbone", "necks")], "'necks'"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
-from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_test_loader
 from detectron2.data.datasets import register_pascal_voc
 from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import Boxes, BoxMode, Instances, RotatedBoxes
@@ -24,7 +24,6 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.datasets import (
     Mapper,
-    as_records,
     as_truth,
     check_sets,
     drawn_images,
@@ -98,15 +97,6 @@ def test_sets_come_back_from_the_catalog(squares: Callable[..., DetectionSet]) -
         registered_truth("circles")
 
 
-def test_detectron2_s_own_mapper_reads_the_images(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    data = squares(2)
-    pixels = [image.load() for image in data.images]
-    register("squares", data)
-    mapper = DatasetMapper(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB"), is_train=False)
-    for record, expected in zip(records_of("squares"), pixels, strict=True):
-        assert torch.equal(mapper(record)["image"], expected)
-
-
 def test_voc_s_difficult_objects_are_found_in_its_files(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
     """Detectron2's own reader of VOC's sets, its catalog's voc_2007_test among them, does not keep the flags."""
     data = squares(6)
@@ -154,25 +144,6 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
     check_sets(retina, [], ["single"])
 
 
-def test_a_mask_head_needs_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    register("boxes", squares(2))
-    records = [
-        dict(record, annotations=[dict(each) for each in record["annotations"]]) for record in records_of("boxes")
-    ]
-    for each in (each for record in records for each in record["annotations"]):
-        each["segmentation"] = [[0, 0, 9, 0, 9, 9]]
-    DatasetCatalog.register("masks", lambda: records)
-    cfg = tiny_config("fpn", "BN", "MODEL.MASK_ON", True)
-    check_sets(cfg, ["masks"], ["boxes"])  # AP50 needs none
-    with pytest.raises(ConfigError, match=r"MASK_ON.*of 3.*mask; set MODEL\.MASK_ON"):
-        check_sets(cfg, ["boxes"], [])
-    del records[1]["annotations"][0]["segmentation"]
-    with pytest.raises(ConfigError, match="1 of 3 objects of masks have no mask"):
-        check_sets(cfg, ["masks"], [])
-    records[1]["annotations"][0]["iscrowd"] = 1  # Detectron2 does not train on crowds
-    check_sets(cfg, ["masks"], [])
-
-
 def outlying(data: DetectionSet) -> DetectionSet:
     """Give the first image a box that is outside, one partly so, and two without area."""
     boxes = torch.tensor([[99.0, 9, 120, 30], [-9, 10, 30, 30], [9, 9, 9, 20], [9, 9, 20, 9]])
@@ -202,13 +173,6 @@ def test_boxes_outside_their_images_are_not_trained_on(tiny_config: Any, squares
     targets = toolkit._targets(Example(data.images[0].load(), data.images[0]))
     assert targets.gt_boxes.tensor.tolist() == [[0, 10, 30, 30]]
     assert targets.gt_classes.tolist() == [0]
-
-
-def test_an_unknown_size_is_that_of_the_image(squares: Callable[..., DetectionSet]) -> None:
-    data = squares(2, width=80)
-    unknown = DetectionSet(data.classes, [replace(image, width=0, height=0) for image in data.images])
-    for record, image in zip(as_records(unknown), data.images, strict=True):
-        assert (record["width"], record["height"]) == (image.width, image.height)
 
 
 def test_an_image_that_can_t_be_used_is_named(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
@@ -264,35 +228,6 @@ def test_config_entries(squares: Callable[..., DetectionSet], tmp_path: Path) ->
         register_entries(["odd=VOC:trainval[80%:20%]"], tmp_path)
     with pytest.raises(ConfigError, match=r"\[0%:1%\] of 10 images is empty"):
         register_entries(["odd=VOC:trainval[:1%]"], tmp_path)
-
-
-def test_config_entries_in_coco_s_format(squares: Callable[..., DetectionSet], tmp_path: Path) -> None:
-    data = squares(3)
-    images = [
-        {"id": n, "file_name": image.path.name, "width": image.width, "height": image.height}
-        for n, image in enumerate(data.images)
-    ]
-    annotations = [
-        {"id": 1 + n, "image_id": n, "category_id": 7, "bbox": [3, 4, 10, 20], "area": 200, "iscrowd": n % 2}
-        for n in range(3)
-    ]
-    content = {"images": images, "annotations": annotations, "categories": [{"id": 7, "name": "square"}]}
-    (tmp_path / "marked.json").write_text(json.dumps(content))
-    flat = {"id": 9, "image_id": 0, "category_id": 7, "bbox": [3, 4, 0, 20], "area": 0, "iscrowd": 0}
-    (tmp_path / "flat.json").write_text(json.dumps({**content, "annotations": [*annotations, flat]}))
-    with pytest.warns(UserWarning, match="1 without area left out"):
-        register_entries([f"coco_flat={tmp_path}:flat.json"], "elsewhere")
-    assert [len(image.boxes) for image in registered_truth("coco_flat").images] == [1, 1, 1]
-    (tmp_path / "cut.json").write_text(json.dumps(content)[:50])
-    with pytest.raises(DataError, match=r"cut\.json"):
-        register_entries([f"coco_cut={tmp_path}:cut.json"], "elsewhere")
-    part = f"coco_part={tmp_path}:marked.json[:70%]"
-    register_entries([f"coco_squares={tmp_path}:marked.json", part], "elsewhere")
-    assert len(registered_truth("coco_part")) == 2
-    truth = registered_truth("coco_squares")
-    assert truth.classes == ("square",)
-    assert [image.boxes.tolist() for image in truth.images] == [[[3.0, 4.0, 13.0, 24.0]]] * 3
-    assert [image.crowd.tolist() for image in truth.images] == [[False], [True], [False]]
 
 
 def coco_file(data: DetectionSet, file: Path, names: Sequence[str]) -> Path:
@@ -372,14 +307,6 @@ def test_evaluator_agrees_with_ap50_on_what_the_model_put_out(
     )
 
 
-def test_evaluator_refuses_another_set(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    data = squares(4)
-    register("fewer", data.subset([0, 1]))
-    loader = build_detection_test_loader(tiny_config(), "fewer")
-    with pytest.raises(MetricError, match=r"2 of 4 images.*model, e\.g\. '0-2'"):
-        inference_on_dataset(Oracle(data, known=4), loader, AP50Evaluator(data))
-
-
 def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
     data = squares(8)
     register("squares", data)
@@ -401,20 +328,6 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
         assert drawn.evaluator_type == "coco"
     with pytest.raises(ConfigError, match=r"9.*requested, but 'squares' has 8"):
         metric_on(9)
-
-
-def test_a_set_is_loaded_once_for_all_images_drawn_from_it(squares: Callable[..., DetectionSet]) -> None:
-    data, loads = squares(8), []
-
-    def load() -> list[dict[str, Any]]:
-        loads.append("squares")
-        return as_records(data)
-
-    DatasetCatalog.register("squares", load)
-    drawn = drawn_images("squares", 5, 0)
-    loads.clear()
-    assert len({record["image_id"] for record in records_of(drawn)}) == 5
-    assert loads == ["squares"]
 
 
 def records(boxes: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -440,8 +353,8 @@ def put_out(boxes: Any, kind: type[Boxes] = Boxes, dtype: torch.dtype = torch.fl
 BOXES = ([0.0, 0.0, 50.0, 50.0], [50.0, 50.0, 99.0, 99.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("definition", ["voc", "voc_11_point", "coco"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("definition", ["voc", "coco"])
 def test_bare_records_and_half_precision_are_judged(definition: Any, dtype: torch.dtype) -> None:
     given = records(BOXES, iscrowd=None, difficult=None)
     enter("bare", given)
@@ -449,16 +362,6 @@ def test_bare_records_and_half_precision_are_judged(definition: Any, dtype: torc
     evaluator.reset()
     evaluator.process(given, [put_out([box], dtype=dtype) for box in BOXES])
     assert evaluator.evaluate()["bbox"]["AP50"] == pytest.approx(100)
-
-
-def test_two_records_of_one_image_id_are_refused(squares: Callable[..., DetectionSet]) -> None:
-    given = [{**record, "image_id": 1} for record in records(BOXES)]
-    enter("twice", given)
-    with pytest.raises(DataError, match=r"dataset 'twice'.*AP50 needs a different"):
-        registered_truth("twice")
-    data = squares(2)
-    with pytest.raises(DataError, match=r"1 image_id.*twice, first '0-0'"):
-        AP50Evaluator(DetectionSet(data.classes, [*data.images, data.images[0]]))
 
 
 @pytest.mark.parametrize(
@@ -469,28 +372,19 @@ def test_two_records_of_one_image_id_are_refused(squares: Callable[..., Detectio
             {"bbox_mode": BoxMode.XYWHA_ABS},
             r"image 0.*'odd'.*box of mode .*XYWHA",
         ),
-        ([[0.1, 0.1, 0.2, 0.2]], {"bbox_mode": BoxMode.XYXY_REL}, "has a box of mode"),
         ([[0.0, 0, float("nan"), 5]], {}, r"\[0.0, 0.*5\]; it must be finite"),
-        ([[0.0, 0, 5, 5, 0]], {}, r"\[0.0.*0\]; it must be 4 numbers"),
         (
             [[0.1, 0.1, 0.2, 0.2]],
             {},
             r"dataset 'odd'.*bbox_mode says",
         ),
         ([[0.0, 0, 5, 5]], {"category_id": 1}, r"category_id.*0\.\.0"),
-        ([[0.0, 0, 5, 5]], {"category_id": -1}, "has the category_id -1"),
     ],
 )
 def test_records_of_another_kind_are_refused(boxes: Any, fields: dict[str, Any], message: str) -> None:
     enter("odd", records(boxes, **fields))
     with pytest.raises(DataError, match=message):
         registered_truth("odd")
-
-
-def test_boxes_of_records_that_nothing_can_hit_are_told_of() -> None:
-    enter("turned", records([[30.0, 30, 10, 10]]))
-    with pytest.warns(UserWarning, match="boxes in dataset turned: 1 without area"):
-        registered_truth("turned")
 
 
 def test_outputs_of_another_kind_are_refused() -> None:
@@ -505,15 +399,3 @@ def test_outputs_of_another_kind_are_refused() -> None:
     masks = {"instances": Instances((9, 9), scores=torch.ones(1), pred_masks=torch.ones(1, 9, 9))}
     with pytest.raises(MetricError, match=r"gave.*pred_boxes.*AP50.*'scores'\]"):
         evaluator.process(given, [masks])
-
-
-def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
-    given = records(BOXES[:1])
-    enter("crowded", given)
-    evaluator = AP50Evaluator(registered_truth("crowded"), "coco")
-    evaluator.process(given, [put_out([BOXES[0]] * 120)])
-    with pytest.warns(UserWarning, match="count 20 detections beyond the 100 best"):
-        evaluator.evaluate()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        evaluator.evaluate()

@@ -12,7 +12,7 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 pytest.importorskip("pycocotools")
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, inference_on_dataset
+from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
 from pycocotools import mask as rle
@@ -142,18 +142,6 @@ def test_a_detector_that_finds_nothing_has_an_ap50_of_0(masks: Any, tasks: Any) 
         ap50_metric(loader, evaluator, result="segm/AP51").judge(model)
 
 
-def test_a_set_of_crowds_alone_is_refused(masks: Any) -> None:
-    crowds = [
-        {**record, "annotations": [{**each, "iscrowd": 1} for each in record["annotations"]]}
-        for record in DatasetCatalog.get("masks")
-    ]
-    register("crowds", crowds)
-    evaluator = COCOEvaluator("crowds", output_dir=masks.OUTPUT_DIR)
-    metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "crowds"), evaluator, result="segm/AP50")
-    with pytest.raises(MetricError, match=r"COCOEvaluator.*segm/AP50.*it"):
-        metric.judge(trained(masks))
-
-
 def test_halves_are_what_detectron2_says_of_their_images(masks: Any) -> None:
     model = trained(masks)
     loader = MetricOptTrainer.build_test_loader(masks, "masks")
@@ -202,13 +190,3 @@ def test_halves_of_our_evaluator_are_those_of_their_images(masks: Any, definitio
         own = [[each] for (each,) in loader if each["image_id"] in {image.image_id for image in part.images}]
         expected.append(inference_on_dataset(model, own, AP50Evaluator(part, definition, ap=True))["bbox"]["AP"])
     assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected)
-
-
-def test_an_evaluator_without_parts_says_so(masks: Any) -> None:
-    class Constant(DatasetEvaluator):
-        def evaluate(self) -> Any:
-            return {"bbox": {"AP50": 40.0}}
-
-    metric = ap50_metric(MetricOptTrainer.build_test_loader(masks, "masks"), Constant())
-    with pytest.warns(UserWarning, match="Constant judges all images together"):
-        assert metric.judge(trained(masks)).halves is None

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -20,15 +19,15 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.modeling import build_model
 
 import metricopt_ext as mo
+from helpers.refusals import assert_refused
 from metricopt_ext.detection.detectron2.build import with_film
 from metricopt_ext.detection.detectron2.datasets import records_of, register
 from metricopt_ext.detection.detectron2.hooks import LOGGER
-from metricopt_ext.detection.detectron2.search import LoaderBatches, checkpoints_beside, search, training_loss
+from metricopt_ext.detection.detectron2.search import LoaderBatches, search, training_loss
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import load_weights
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.errors import ConfigError, DataError, FileFormatError, MetricError
-from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.errors import ConfigError, FileFormatError
 
 pytestmark = pytest.mark.detectron2
 
@@ -178,55 +177,17 @@ def test_a_search_uses_the_user_s_trainer(
     assert not torch.allclose(features[0], untuned, rtol=1e-2, atol=1e-2)
 
 
-def test_its_f_is_followed_by_the_trainer(to_search: Callable[..., Any]) -> None:
-    """Into the ball around its centre, each step by hand."""
-    cfg = to_search("METRICOPT.SEARCH.QUERIES", 30)
-    run = search(cfg, trainer_class=Theirs)
-    file = Path(cfg.OUTPUT_DIR) / "search" / "value_function.safetensors"
-    f = mo.load_value_function(file)
-    assert torch.equal(f.centre, run.ends["search"])
-    assert f.trusted
-    cfg = to_search("METRICOPT.ENABLED", True, "METRICOPT.FINETUNE.VALUE_FUNCTION", str(file))
-    cfg.METRICOPT.FINETUNE.update(STEPS=6, METRIC_STEP=0.3, TRUST=0.5, LR=0.01)
-    cfg.METRICOPT.METRIC.update(SET="", EVALS=2)
-    trainer = Theirs(cfg)
-    trainer.resume_or_load(resume=False)
-    trainer.train()
-    phi, rule = torch.zeros(4), MetricOptStep(f, 0.01, 0.3, 0.3, 6, trust=0.5)
-    gradients: list[Tensor] = []
-    for step in range(6):
-        gradients.append(phi - 1)
-        phi = rule(phi, torch.stack(gradients[-3:]), step)
-    torch.testing.assert_close(trainer.model.metricopt.phi.detach(), phi, rtol=1e-4, atol=1e-5)
-    assert (phi - f.centre).norm() <= 0.5 * f.radius * (1 + 1e-5)
-    assert f.centre.norm() > 0.5 * f.radius  # phi = 0, where it began, is outside
-
-
-def test_a_killed_search_goes_on(to_search: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_search_goes_on_under_its_own_settings_alone(to_search: Callable[..., Any]) -> None:
     cfg = to_search()
-    whole = search(cfg, trainer_class=Theirs)
-    other = to_search("OUTPUT_DIR", str(tmp_path / "killed"))
-    Known.evaluated, Known.fails_after = 0, 9
-    with pytest.raises(MetricError, match="the evaluation server is down"):
-        search(other, trainer_class=Theirs)
-    Known.fails_after = None
-    with pytest.raises(FileFormatError, match=r"already holds.*--resume to continue it"):
-        search(other, trainer_class=Theirs)
-    with pytest.raises(FileFormatError, match=r"trainer_class.*'.*\.MetricOptTrainer'"):
-        search(other, resume=True)
-    moved = to_search("OUTPUT_DIR", str(tmp_path / "killed"), "METRICOPT.METRIC.IMAGES", 3)
-    with pytest.raises(FileFormatError, match=r"METRICOPT\.METRIC\.IMAGES was 0, now 3"):
-        search(moved, resume=True, trainer_class=Theirs)
-    assert Known.evaluated == 10
-    resumed = search(other, resume=True, trainer_class=Theirs)
-    assert Known.evaluated == 10 + QUERIES - 9
-    assert str(resumed) == str(whole)
-    for name in ("adapter", "value_function"):
-        files = [Path(each.OUTPUT_DIR) / "search" / f"{name}.safetensors" for each in (cfg, other)]
-        first, second = (load_file(file) for file in files)
-        assert all(torch.equal(first[key], second[key]) for key in first)
-    name = "squares_val/bbox/AP50"
-    assert written(Path(cfg.OUTPUT_DIR), name) == written(Path(other.OUTPUT_DIR), name)
+    search(cfg, trainer_class=Theirs)
+    asked = Known.evaluated
+    assert_refused(lambda: search(cfg, trainer_class=Theirs), FileFormatError, "--resume")
+    assert_refused(lambda: search(cfg, resume=True), FileFormatError, "trainer_class")
+    other = to_search("METRICOPT.METRIC.IMAGES", 3)
+    refused = lambda: search(other, resume=True, trainer_class=Theirs)  # noqa: E731
+    assert_refused(refused, FileFormatError, "METRICOPT.METRIC.IMAGES", "0", "3")
+    search(cfg, resume=True, trainer_class=Theirs)
+    assert Known.evaluated == asked
 
 
 def test_the_loss_of_a_step_can_be_replayed(to_search: Callable[..., Any]) -> None:
@@ -260,13 +221,21 @@ class WithoutMetric(MetricOptTrainer):
         return None
 
 
+class Averaging(Theirs):
+    @classmethod
+    def build_model(cls, cfg: Any) -> Any:
+        model = super().build_model(cfg)
+        model.ema_state = object()
+        return model
+
+
 @pytest.mark.parametrize(
     ("options", "trainer_class", "error", "message"),
     [
+        ([], Averaging, ConfigError, "the model's ema_state averages weights"),
         (["MODEL.WEIGHTS", ""], Theirs, ConfigError, r"a search.*detector: MODEL.WEIGHTS is ''"),
         (["METRICOPT.METRIC.SET", ""], Theirs, ConfigError, r"needs METRICOPT\.METRIC\.SET, the set"),
         (["METRICOPT.SEARCH.QUERIES", 5], Theirs, ConfigError, r"SEARCH\.QUERIES.* must be at least 7"),
-        (["METRICOPT.SEARCH.QUERIES", 0], Theirs, ConfigError, r"METRICOPT\.SEARCH\.QUERIES.*least"),
         ([], DefaultTrainer, TypeError, r"trainer_class.*MetricOptTrainer"),
         ([], WithoutMetric, TypeError, r"WithoutMetric.build_metric.*metric"),
     ],
@@ -279,54 +248,6 @@ def test_what_a_search_refuses(
     with pytest.raises(error, match=message):
         search(cfg, trainer_class=trainer_class)
     assert Known.evaluated == 0
-
-
-# --- Mixed precision, and averages of weights -----------------------------------------------------------------
-
-
-def test_mixed_precision_of_the_training_leaves_a_search_as_it_is(
-    to_search: Callable[..., Any], tmp_path: Path, logged: list[str]
-) -> None:
-    runs = {}
-    for amp in (False, True):
-        options = ["OUTPUT_DIR", str(tmp_path / f"amp_{amp}"), "METRICOPT.SEARCH.QUERIES", 7]
-        cfg = to_search("SOLVER.AMP.ENABLED", amp, *options)
-        logged.clear()
-        runs[amp] = search(cfg, trainer_class=Theirs)
-        assert sum("a search computes in float32" in line for line in logged) == amp
-    assert str(runs[True]) == str(runs[False])
-    assert all(map(torch.equal, runs[True].points, runs[False].points))
-    files = [tmp_path / f"amp_{amp}" / "search" / "value_function.safetensors" for amp in (False, True)]
-    first, second = map(load_file, files)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-class Averaging(Theirs):
-    @classmethod
-    def build_model(cls, cfg: Any) -> Any:
-        model = super().build_model(cfg)
-        model.ema_state = object()
-        return model
-
-
-def test_the_average_that_is_named_is_searched_from(to_search: Callable[..., Any], tmp_path: Path) -> None:
-    cfg = to_search()
-    content = torch.load(cfg.MODEL.WEIGHTS)
-    ema = {name: 1.5 * each if each.is_floating_point() else each for name, each in content["model"].items()}
-    torch.save({**content, "ema_state": ema}, cfg.MODEL.WEIGHTS)
-    with pytest.raises(ConfigError, match="the model's ema_state averages weights"):
-        search(to_search("OUTPUT_DIR", str(tmp_path / "averaging")), trainer_class=Averaging)
-    with pytest.raises(DataError, match=r"\?entry=ema_state or \?entry=model"):
-        search(cfg, trainer_class=Theirs)
-    cfg.MODEL.WEIGHTS += "?entry=ema_state"
-    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP is 2.*set it to 0"):
-        checkpoints_beside(cfg.MODEL.WEIGHTS, 2)
-    search(cfg, trainer_class=Theirs)
-    cfg.MODEL.WEIGHTS = cfg.MODEL.WEIGHTS.replace("ema_state", "model")
-    with pytest.raises(FileFormatError, match="holds another run"):  # the other weights of the file are another start
-        search(cfg, True, trainer_class=Theirs)
-    merged = torch.load(Path(cfg.OUTPUT_DIR) / "model_merged.pth")["model"]
-    assert torch.equal(merged["backbone.fpn_lateral2.weight"], ema["backbone.fpn_lateral2.weight"])
 
 
 # --- A start from the detector's own training ---------------------------------------------------------------------
@@ -354,10 +275,3 @@ def test_a_training_keeps_its_last_checkpoints_and_a_search_begins_from_their_av
         assert torch.equal(value, torch.stack([each[name].double() for each in states]).mean(0).float()), name
     assert "backbone.fpn_lateral2.weight" in soup.parameters
     assert search(cfg, resume=True).after == run.after
-
-
-def test_a_search_without_such_checkpoints_says_what_to_do(to_search: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP.* or set that to 0"):
-        search(to_search("METRICOPT.SOUP", 3))
-    with pytest.raises(ConfigError, match=r"METRICOPT\.SOUP.*2 checkpoints, or 0"):
-        search(to_search("METRICOPT.SOUP", 1))

@@ -14,14 +14,13 @@ pytest.importorskip("detectron2")
 
 import detectron2
 from detectron2.modeling import GeneralizedRCNNWithTTA
-from torchvision.ops import batched_nms, box_iou
 
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.settings import config_lines, detectron2_settings
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
 from metricopt_ext.detection.records import DetectionSet
-from metricopt_ext.detection.settings import PRESETS, USUAL
+from metricopt_ext.detection.settings import USUAL
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
@@ -228,24 +227,6 @@ def test_what_is_set_on_a_model_and_its_toolkit_is_as_the_config_s_lines_build(
         pass
 
 
-def test_what_no_attribute_says_is_told_with_code_that_does_it(
-    tiny_config: Callable[..., Any], batch: list[Example]
-) -> None:
-    toolkit = Detectron2Toolkit(tiny_config())
-    model = toolkit.build(2, seed=0)
-    values = {"size": 1.41, "flip": True, "soft_nms": 0.2}
-    settings = detectron2_settings(toolkit, model)
-    with settings.applied(values):
-        expected = detected(toolkit, model, batch)
-    said = settings.set_on(model, values)
-    assert said.startswith("a GeneralizedRCNN has no attribute for soft_nms, flip: detect inside `with detectron2_s")
-    found: list[torch.Tensor] = []
-    names = {"toolkit": toolkit, "model": model, "detectron2_settings": detectron2_settings, "found": found}
-    code = said.split("`")[1].replace("toolkit.detect(model, batch)", "found.extend(detected(toolkit, model, batch))")
-    exec(code, {**names, "detected": detected, "batch": batch})
-    assert same(found, expected)
-
-
 @pytest.mark.parametrize("more", [{}, {"soft_nms": 0.3}, {"flip": True}], ids=["NMS", "soft-NMS", "flip"])
 def test_classes_have_score_thresholds_of_their_own(
     more: dict[str, Any], batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]
@@ -270,80 +251,6 @@ def test_classes_have_score_thresholds_of_their_own(
             assert 0 < len(rows) < len(all_of_it.scores)
             for key in ("boxes", "scores", "labels"):
                 assert torch.equal(getattr(ours, key), getattr(all_of_it, key)[rows[:4]])
-
-
-def test_thresholds_of_classes_are_told_with_code(tiny_config: Callable[..., Any], batch: list[Example]) -> None:
-    toolkit, numbers = Detectron2Toolkit(tiny_config()), {"red": 0, "green": 1}
-    model, values = toolkit.build(2, seed=0), {"score_thresh[red]": 0.3, "score_thresh[green]": 0.36}
-    settings = detectron2_settings(toolkit, model, class_thresholds=numbers)
-    assert settings.names == ("size", *values, "detections", "soft_nms", "flip", "multi_scale")
-    with settings.applied(values):
-        expected = detected(toolkit, model, batch)
-    said, found = settings.set_on(model, values), list[torch.Tensor]()
-    assert said.startswith("a GeneralizedRCNN has no attribute for score_thresh[red], score_thresh[green]: detect")
-    names = {"toolkit": toolkit, "model": model, "detectron2_settings": detectron2_settings, "found": found}
-    code = said.split("`")[1].replace("toolkit.detect(model, batch)", "found.extend(detected(toolkit, model, batch))")
-    exec(code, {**names, "detected": detected, "batch": batch})
-    assert same(found, expected)
-    assert not same(detected(toolkit, model, batch), expected)
-    with pytest.raises(ConfigError, match=r"an average.*ranks all that is found"):
-        detectron2_settings(toolkit, model, class_thresholds=numbers, average_precision=True)
-
-
-def by_hand(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, sigma: float, least: float) -> Any:
-    """Soft-NMS, a box at a time."""
-    left, kept = scores.clone(), []
-    while float(left.max()) > least:
-        best = int(left.argmax())
-        kept.append((best, float(left[best])))
-        beside = box_iou(boxes[best : best + 1], boxes)[0] ** 2
-        left = torch.where(labels == labels[best], left * torch.exp(-beside / sigma), left)
-        left[best] = 0
-    return kept
-
-
-def test_soft_nms_of_a_flip_is_as_by_hand(batch: list[Example], kind: str, made: tuple[Detectron2Toolkit, Any]) -> None:
-    toolkit, model = made
-    example = batch[0]  # of 64 pixels, to which images are scaled
-    image, width = example.image, example.size[1]
-    every = {"detections": 1000, "score_thresh": 0.1}
-    owner = getattr(getattr(model, "roi_heads", None), "box_predictor", model)
-    for each in owner if isinstance(owner, torch.nn.ModuleList) else [owner]:
-        each.test_nms_thresh = 2.0  # removes none
-    settings = detectron2_settings(toolkit, model, names=["score_thresh", "detections", "flip", "soft_nms"])
-    with settings.applied(every):
-        shown = [example, Example(image.flip(-1), example.truth)]
-        plain, flipped = toolkit.detect(model, shown)
-    mirrored = flipped.boxes[:, [2, 1, 0, 3]] * torch.tensor([-1.0, 1, -1, 1]) + torch.tensor([width, 0.0, width, 0])
-    boxes, scores = torch.cat([plain.boxes, mirrored]), torch.cat([plain.scores, flipped.scores])
-    labels = torch.cat([plain.labels, flipped.labels])
-    expected = by_hand(boxes.double(), scores.double(), labels, 0.5, 0.1)[:12]
-    with settings.applied({**every, "flip": True, "soft_nms": 0.5, "detections": 12}):
-        (found,) = toolkit.detect(model, [example])
-    assert len(expected) > 4
-    assert len(boxes) > 2 * len(expected)
-    rows = [row for row, _ in expected]
-    torch.testing.assert_close(found.scores.double(), torch.tensor([score for _, score in expected]).double())
-    torch.testing.assert_close(found.boxes, boxes[rows], rtol=0, atol=1e-3)
-    assert found.labels.equal(labels[rows])
-
-
-def test_a_retinanet_s_views_are_joined_in_the_same_way(batch: list[Example], tiny_config: Callable[..., Any]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", *RETINANET))
-    model: Any = toolkit.build(2, seed=0)
-    example = batch[0]
-    width = example.size[1]
-    plain, flipped = toolkit.detect(model, [example, Example(example.image.flip(-1), example.truth)])
-    mirrored = flipped.boxes[:, [2, 1, 0, 3]] * torch.tensor([-1.0, 1, -1, 1]) + torch.tensor([width, 0.0, width, 0])
-    boxes, scores = torch.cat([plain.boxes, mirrored]), torch.cat([plain.scores, flipped.scores])
-    labels = torch.cat([plain.labels, flipped.labels])
-    rows = batched_nms(boxes, scores, labels, 0.5)[:100]
-    with detectron2_settings(toolkit, model).applied({"flip": True}):
-        (found,) = toolkit.detect(model, [example])
-    assert 3 < len(rows) < len(boxes)
-    torch.testing.assert_close(found.scores, scores[rows])
-    torch.testing.assert_close(found.boxes, boxes[rows], rtol=0, atol=1e-3)
-    assert found.labels.equal(labels[rows])
 
 
 def test_a_copy_that_is_made_in_the_block_has_outputs_of_its_own(
@@ -425,19 +332,6 @@ def test_stock_train_net_gives_the_tuned_number(
     assert "Result verification failed!" in wrong.stdout
 
 
-def test_free_and_names_are_those_of_other_detectors(tiny_config: Callable[..., Any]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config())
-    model = toolkit.build(2, seed=0)
-    settings = detectron2_settings(toolkit, model, average_precision=True)
-    assert settings.names == ("size", "score_thresh", "detections", "soft_nms", "flip", "multi_scale")
-    assert settings.free == {"score_thresh": 0.0005, "detections": 300}
-    assert settings.presets == tuple(PRESETS)
-    assert settings.alone == ("size",)
-    assert detectron2_settings(toolkit, model, inference=1)["size"].values == (0.71, 0.84, 1.0)
-    unscaled = Detectron2Toolkit(tiny_config("fpn", "BN", "INPUT.MIN_SIZE_TEST", 0))
-    assert detectron2_settings(unscaled, model).names == ("score_thresh", "detections", "soft_nms", "flip")
-
-
 def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> None:
     cfg = tiny_config("fpn", "BN", "INPUT.MIN_SIZE_TEST", 800)
     assert config_lines(cfg, {"size": 1.41, "detections": 300, "score_thresh": 0.0005}) == [
@@ -457,8 +351,3 @@ def test_lines_are_keys_and_values_in_turns(tiny_config: Callable[..., Any]) -> 
         config_lines(tiny_config("fpn", "BN", *RETINANET), {"flip": True})
     with pytest.raises(ConfigError, match=r"MODEL\.META_ARCHITECTURE is FCOS;"):
         config_lines(tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "FCOS"), {})
-
-
-def test_other_detectors_are_refused(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Linear.*Detectron2's GeneralizedRCNN"):
-        detectron2_settings(Detectron2Toolkit(tiny_config()), torch.nn.Linear(2, 2))

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
@@ -20,8 +19,6 @@ from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 
 pytestmark = pytest.mark.detectron2
 
@@ -30,17 +27,6 @@ each_kind = pytest.mark.parametrize("kind", ["fpn", "c4"])
 
 def examples(data: DetectionSet) -> list[Example]:
     return [Example(image.load(), image) for image in data.images]
-
-
-def trained(toolkit: Detectron2Toolkit, batch: list[Example], steps: int, seed: int) -> Any:
-    model = toolkit.build(2, seed=seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    torch.manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        toolkit.loss(model, batch).backward()
-        optimizer.step()
-    return model
 
 
 @each_kind
@@ -54,26 +40,6 @@ def test_the_loss_of_a_detector_with_frozen_norms_reaches_phi(kind: str, tiny_co
     (gradient,) = torch.autograd.grad(toolkit.loss(model, examples(squares(2))), adapter.phi)
     assert gradient.isfinite().all()
     assert gradient.norm() > 0
-
-
-def test_gradient_in_a_finetuning_task(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config())
-    model, batch = toolkit.build(2, seed=1), examples(squares(2))
-    adapter = attach_film(model, film_layers(model, ["fpn", "roi_head"]), dim=4)
-
-    def loss(model: Any, seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return toolkit.loss(model, batch)
-
-    metric = Metric(lambda model: 0.5, maximize=True)
-    task = FinetuneTask(adapter, loss=loss, batches=lambda seed, index, step: index, metric=metric, population=1)
-    phi = 0.1 * torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    losses, gradients = task.loss_and_gradient(phi, 0, [7, 8], 0)
-    for row, seed in enumerate((7, 8)):
-        adapter.set_phi(phi[row])
-        expected = loss(model, seed)
-        assert torch.equal(losses[row], expected)
-        torch.testing.assert_close(gradients[row], torch.autograd.grad(expected, adapter.phi)[0])
 
 
 def test_loss_sees_the_boxes(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
@@ -113,32 +79,6 @@ def test_detections_are_those_of_detectron2_s_own_predictor(
         torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-9)
 
 
-@pytest.mark.outcome
-@pytest.mark.slow
-def test_a_trained_detector_finds_the_squares(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    """In the mean of two seeds: any one of them depends on roundings, and so on the processor."""
-    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "INPUT.FORMAT", "RGB", "INPUT.MIN_SIZE_TEST", 96))
-    batch = examples(squares(2))
-    found_iou = []
-    for seed in range(2):
-        model = trained(toolkit, batch, steps=100, seed=seed)
-        for example, found in zip(batch, toolkit.detect(model, batch), strict=True):
-            found_iou.append(best_iou(found.boxes[:3], example.truth.boxes) if len(found) else 0.0)
-    assert sum(found_iou) / len(found_iou) > 0.5  # at worst 0.75 ± 0.05
-
-
-def best_iou(found: Tensor, truth: Tensor) -> float:
-    """Return the least over the true boxes of the best overlap with a found box."""
-    low, high = torch.maximum(found[:, None, :2], truth[:, :2]), torch.minimum(found[:, None, 2:], truth[:, 2:])
-    common = (high - low).clamp(min=0).prod(-1)
-
-    def area(boxes: Tensor) -> Tensor:
-        return (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-
-    overlap = common / (area(found)[:, None] + area(truth) - common)
-    return float(overlap.max(0).values.min())
-
-
 @each_kind
 def test_placements(kind: str, tiny_config: Any) -> None:
     # The real depth, for the names of its layers.
@@ -160,17 +100,6 @@ def test_placements(kind: str, tiny_config: Any) -> None:
         }  # fmt: skip
     else:
         assert counts == {"backbone": 42, "early": 11, "last_stage": 19, "roi_head": 10, "predictor": 2, "all": 55}
-
-
-def test_an_fpn_with_norms_has_film_at_these(tiny_config: Any) -> None:
-    model = build_model(tiny_config("fpn", "BN", "MODEL.FPN.NORM", "GN", "MODEL.FPN.OUT_CHANNELS", 32))
-    assert film_layers(model, ["fpn"]) == ["backbone.fpn_output?.norm"]
-    assert len(attach_film(model, film_layers(model, ["all"]), dim=2).layers) > 20
-
-
-def test_patterns_are_taken_as_they_are(tiny_config: Any) -> None:
-    model = build_model(tiny_config())
-    assert film_layers(model, ["fpn", "backbone.fpn_lateral2"]) == ["backbone.fpn_output?", "backbone.fpn_lateral2"]
 
 
 def test_a_mask_head_is_refused_for_want_of_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.siblings.ala.adaptive_losses import (
@@ -64,16 +63,6 @@ def test_one_logit_is_two_classes() -> None:
     assert torch.allclose(loss.confusions(one, labels), loss.confusions(scores, labels), rtol=0, atol=1e-12)
 
 
-def test_at_the_identity_classes_are_the_cross_entropy_under_the_sigmoid_or_without() -> None:
-    scores, labels = logits(12, 4)
-    each = F.cross_entropy(scores, labels, reduction="none")
-    plain, printed = ClassCorrelation(4, "none"), ClassCorrelation(4)
-    assert torch.equal(plain.matrix(plain.initial()), torch.eye(4, dtype=torch.float64))
-    assert plain.loss(plain.initial(), scores, labels).item() == pytest.approx(each.mean().item(), abs=1e-14)
-    expected = -torch.sigmoid(-each).mean().item()
-    assert printed.loss(printed.initial(), scores, labels).item() == pytest.approx(expected, abs=1e-14)
-
-
 def test_confusions_are_equation_7_and_seen_by_pairs() -> None:
     c, (scores, labels) = 4, logits(10, 4)
     loss, expected = ClassCorrelation(c), torch.zeros(c, c, dtype=torch.float64)
@@ -84,15 +73,6 @@ def test_confusions_are_equation_7_and_seen_by_pairs() -> None:
     pairs = [[expected[i, j].item(), expected[j, i].item()] for i in range(c) for j in range(i + 1, c)]
     statistics = loss.statistics(scores, labels)
     assert torch.allclose(statistics, torch.tensor(pairs, dtype=torch.float64) / math.log(c), rtol=0, atol=1e-12)
-
-
-def test_of_a_uniform_prediction_and_a_class_without_examples_statistics_are_1() -> None:
-    for c in (2, 5):
-        loss, (scores, labels) = ClassCorrelation(c), logits(8, c)
-        assert torch.allclose(loss.statistics(0 * scores, labels), torch.ones(1, dtype=torch.float64), atol=1e-14)
-        assert torch.equal(
-            loss.confusions(scores, 0 * labels)[1:], torch.full((c - 1, c), math.log(c), dtype=torch.float64)
-        )
 
 
 def embeddings(counts: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:

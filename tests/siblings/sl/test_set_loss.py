@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
@@ -81,26 +80,6 @@ def test_the_order_of_examples_does_not_matter_and_the_pairing_does(outputs: int
     assert abs(net(scores[order], labels).item() - value) > 1e-6
     twice = net(torch.cat([scores, scores]), torch.cat([labels, labels]))
     assert twice.item() == pytest.approx(value, abs=1e-14)
-
-
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_its_derivatives_are_right_in_scores_and_weights(outputs: int) -> None:
-    net, (scores, labels) = surrogate(outputs), batch(outputs, 4)
-
-    def value(scores: Tensor, *weights: Tensor) -> Any:
-        named = dict(zip(dict(net.named_parameters()), weights, strict=True))
-        return torch.func.functional_call(net, named, (scores, labels))
-
-    weights = [each.detach().clone().requires_grad_() for each in net.parameters()]
-    assert torch.autograd.gradcheck(value, (scores.requires_grad_(), *weights))
-
-
-def test_frozen_weights_get_no_gradient_and_scores_do() -> None:
-    net, (scores, labels) = surrogate().requires_grad_(False), batch()
-    (ours,) = torch.autograd.grad(net(scores.requires_grad_(), labels), scores)
-    (theirs,) = torch.autograd.grad(plain(net, scores, labels), scores)
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
-    assert ours.abs().min() > 0
 
 
 @pytest.mark.parametrize("true", [-3.0, 3.0])
