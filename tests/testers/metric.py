@@ -104,7 +104,7 @@ class MetricTester:
         )
 
     def of_type(self, rows: Rows, scores: torch.dtype, labels: torch.dtype) -> Rows:
-        """Return the rows with predictions and truth of other types; None where there is but one."""
+        """Return the rows with predictions and truth of other types."""
         predictions, truth, *columns = rows
         return (predictions.to(scores), truth.to(labels), *columns)
 
