@@ -182,11 +182,6 @@ def test_what_can_not_be_attached_is_refused_and_leaves_the_model_as_it_was(case
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("scale", [0, float("nan"), "2"])
-def test_outputs_without_a_positive_scale(scale: Any) -> None:
-    assert_refused(lambda: Outputs(scale=scale), ValueError, "scale", repr(scale))
-
-
 @pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
 def test_wrappers_compute_with_phi(
     cnn: Callable[[], nn.Sequential], attach: Callable[..., Adapter], tmp_path: Path

@@ -73,16 +73,6 @@ def test_the_layer_that_gives_the_logits_is_found(returns: Callable[..., Any], h
     assert attach_outputs(model, example=x).layers == ["head"]
 
 
-def test_a_model_that_computes_no_gradients_is_told_by_shapes() -> None:
-    class Frozen(HeadFirst):
-        @torch.no_grad()
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x)
-
-    model = Frozen(RETURNS["log-probabilities"])
-    assert attach_outputs(model, example=rand32(5, 4)).layers == ["head"]
-
-
 class Segmenter(nn.Module):
     """Logits of a 1 x 1 convolution, in a model that has a linear layer as well."""
 

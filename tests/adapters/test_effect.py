@@ -135,18 +135,6 @@ def test_a_class_that_is_cut_off_has_no_offset() -> None:
     assert_refused(lambda: check(attach_outputs(model_of(model), Outputs("five"))), AdapterError)
 
 
-@pytest.mark.parametrize(
-    "attach",
-    [
-        lambda model: attach_film(model, "unused", dim=3),
-        lambda model: attach_film(model, "unused", dim=3, outputs=Outputs()),
-        lambda model: attach_input_bias(model, "aux", dim=3),
-    ],
-)
-def test_layers_that_are_not_called(attach: Callable[[nn.Module], Adapter]) -> None:
-    assert_refused(lambda: check(attach(Model("aux body head"))), AdapterError, "phi")
-
-
 def test_layers_whose_output_is_used_in_nothing() -> None:
     model = Model("body head", lambda m, x, h: m.head(h + 0 * m.unused(h).detach()))
     assert_refused(lambda: check(attach_film(model, "unused", dim=3)), AdapterError, "unused")
@@ -263,3 +251,15 @@ def test_one_coordinate_of_the_outputs_that_moves_nothing_is_named() -> None:
         "8 x 3",
         "outputs",
     )
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: attach_film(model, "unused", dim=3),
+        lambda model: attach_film(model, "unused", dim=3, outputs=Outputs()),
+        lambda model: attach_input_bias(model, "aux", dim=3),
+    ],
+)
+def test_layers_that_are_not_called_are_refused(attach: Callable[[nn.Module], Adapter]) -> None:
+    assert_refused(lambda: check(attach(Model("aux body head"))), AdapterError, "phi")

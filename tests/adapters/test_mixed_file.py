@@ -153,12 +153,3 @@ def test_offsets_are_of_any_bias(names: list[str], offsets: str, tmp_path: Path)
     assert found.keys() == set(names)
     other = read_checkpoint(tmp_path / "1.safetensors").tensor(offsets)
     torch.testing.assert_close(found[offsets] - other, torch.tensor([0.0, 0, LOGITS, 0, 0]))
-
-
-def test_a_file_without_a_tied_tensor_is_read(tmp_path: Path) -> None:
-    """As Hugging Face's library saves it."""
-    weight = torch.randn(5, 4)
-    torch.save({"embedding.weight": weight, "head.weight": weight, "scale": torch.ones(4)}, tmp_path / "base.pth")
-    save_file({"embedding.weight": weight + 1, "scale": torch.zeros(4)}, tmp_path / "other.safetensors")
-    mixed = MixedFile(read_checkpoint(tmp_path / "base.pth"), [tmp_path / "other.safetensors"])
-    torch.testing.assert_close(mixed.tensors(torch.ones(1))["embedding.weight"], weight + 1)

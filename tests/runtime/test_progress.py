@@ -139,21 +139,6 @@ def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
         ]
 
 
-@pytest.mark.parametrize("console", [terminal(120), Console(file=io.StringIO(), width=120)], ids=["bars", "lines"])
-def test_a_log_has_the_lines_and_warnings_whatever_is_drawn(console: Any) -> None:
-    log: list[str] = []
-    with Bars(console, log=log.append) as bars:
-        tell_everything(bars.watch("seed 0", 3, "accuracy"))
-    assert log == [
-        "seed 0  guard",
-        "seed 0  guard; 3 of 3 queries spent, 0 left; accuracy 0.7100",
-        "seed 0  value function: 50 %",
-        "seed 0  warning: UserWarning: odd",
-        "seed 0  done; 3 of 3 queries spent, 0 left; accuracy 0.6000 -> 0.7100",
-    ]
-    assert "UserWarning" not in console.file.getvalue()  # Python has shown it
-
-
 def test_a_part_of_a_run_speaks_of_itself_seldom_and_never_of_the_run_s_queries() -> None:
     now, run = [0.0], Recorder()
     part = Within(run, "CMA-ES", 300, lambda: now[0])

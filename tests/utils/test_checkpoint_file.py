@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from helpers.refusals import assert_refused, having
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
@@ -82,18 +82,6 @@ def test_a_safetensors_file_keeps_every_other_byte(tmp_path: Path) -> None:
     assert all(torch.equal(now[key], value) for key, value in new.items())
     file.write(tmp_path / "c.safetensors", {})
     assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_value_of_another_shape_or_type_is_refused(suffix: str, tmp_path: Path) -> None:
-    state = {"a": torch.ones(2)}
-    torch.save(state, tmp_path / "a.pth")
-    save_file(state, tmp_path / "a.safetensors")
-    file = read_checkpoint(tmp_path / f"a{suffix}")
-    for wrong in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=having("(2,)", "torch.float32")):
-            file.write(tmp_path / "b", {"a": wrong})
-    assert not (tmp_path / "b").exists()
 
 
 STATE = {"a.weight": torch.ones(2)}

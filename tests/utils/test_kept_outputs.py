@@ -77,22 +77,6 @@ def test_a_pass_goes_over_each_part_of_the_data_once() -> None:
     assert kept.passes == 75
 
 
-def test_what_is_too_large_is_not_kept_and_nothing_else_goes() -> None:
-    kept = KeptOutputs(gib=100 / GIB)
-    kept.of("small", lambda: numbers(60))
-    assert len(kept.of("large", lambda: numbers(101))) == 101
-    assert_warned(lambda: kept.of("large", lambda: numbers(101)), "outputs")
-    kept.of("small", lambda: numbers(60))
-    assert (kept.passes, kept.nbytes) == (3, 60)
-
-
-def test_a_failed_pass_leaves_nothing() -> None:
-    kept = KeptOutputs()
-    with pytest.raises(ZeroDivisionError):
-        kept.of("key", lambda: 1 / 0)
-    assert kept.of("key", lambda: 2) == 2
-
-
 class Net(nn.Module):
     norm: Any
     own: Any

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.utils.config import load_config, load_with_origins
+from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.shown_config import shown_config
 
 
@@ -29,21 +29,6 @@ class Schema:
     limit: float | None = None
     title: str = "yes"
     loud: bool = False
-
-
-def test_each_key_is_shown_with_its_value_and_its_origin(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("inner: {rate: 0.25, free: {margin: 0.1}}\nloud: true\n")
-    overrides = {"command line": ["loud=false", "inner.free.kind=a"]}
-    config, origins = load_with_origins(Schema, tmp_path / "config.yaml", overrides)
-    assert shown_config(config, origins).splitlines() == [
-        "inner:",
-        "  rate: 0.25  # config file",
-        """  names: ['a, b', '007', '', '''', \\t]  # default""",
-        "  free: {margin: 0.1, kind: a}  # command line",
-        "limit: null  # default",
-        "title: 'yes'  # default",
-        "loud: false  # command line",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from helpers.refusals import assert_refused, assert_warned
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint
@@ -25,15 +25,6 @@ def drawn(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
     return model
-
-
-class Lightning(nn.Module):
-    """As a LightningModule has its network, beside what its loss needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = drawn(network())
-        self.register_buffer("class_weight", torch.ones(2))
 
 
 def compiled_within() -> nn.Module:
@@ -78,13 +69,6 @@ def test_wrappers_and_entries_are_left_out(trained: Any, entry: str, tmp_path: P
 def equal(a: nn.Module, b: nn.Module) -> bool:
     theirs = b.state_dict()
     return all(torch.equal(value, theirs[name]) for name, value in a.state_dict().items())
-
-
-def test_what_is_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    torch.save({"state_dict": Lightning().state_dict(), "hyper_parameters": {"lr": 0.1}}, tmp_path / "last.ckpt")
-    model = network()
-    assert_warned(lambda: load_checkpoint(model, tmp_path / "last.ckpt"), "last.ckpt", "1", "class_weight")
-    assert equal(model, Lightning().model)
 
 
 def test_one_of_several_state_dicts_is_named(tmp_path: Path) -> None:
