@@ -12,7 +12,6 @@ from helpers.refusals import assert_named, assert_refused, having
 pytest.importorskip("torchvision")
 
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.config import DetectionConfig, VOCConfig
 from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.metric import truth_of
@@ -82,14 +81,6 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     assert_refused(
         lambda: load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path), DataError, "more", "data.classes"
     )
-    one = load_splits(config_of(tree, splits=["trainval", "test", "test"]), 0, tmp_path)
-    files = [
-        write_coco(tmp_path / f"{i}.json", truth_of(one.test, classes))
-        for i, classes in enumerate([CLASSES, CLASSES, ("cat", "horse")])
-    ]
-    coco = config_of(tree / "JPEGImages", splits=[str(file) for file in files])
-    coco.data.name = "coco"
-    assert_refused(lambda: load_splits(coco, 0, tmp_path), DataError, "horse", "data.test")
 
 
 def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_others(tmp_path: Path) -> None:
@@ -119,15 +110,3 @@ def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_other
         judged = load_splits(config_of(tmp_path / "some", splits=["test", "trainval", "test"]), 0, tmp_path).validation
     found = [Detections(each.truth.boxes[1:], torch.ones(1), each.truth.labels[1:]) for each in judged]
     assert average_precision(found, truth_of(judged, CLASSES), "voc").per_class == {"cat": 0.0, "dog": 1.0}
-
-
-def test_images_stay_on_disk(tmp_path: Path) -> None:
-    tree = voc_tree(tmp_path / "voc")
-    memory, disk = (load_splits(config_of(tree, size=20, stream=stream), 0, tmp_path) for stream in (False, True))
-    for name in ("train", "validation", "test"):
-        parts = getattr(memory, name), getattr(disk, name)
-        assert ids(parts[0]) == ids(parts[1])
-        for one, other in zip(*parts, strict=True):
-            assert "image" not in vars(other)
-            assert torch.equal(one.image, other.image)
-            assert torch.equal(one.truth.boxes, other.truth.boxes)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_refused
 
 pytest.importorskip("PIL")
 
@@ -61,20 +61,18 @@ def test_images_are_turned_as_their_exif_orientation_says(tmp_path: Path, orient
     assert known.with_size() is known
 
 
-def test_a_size_that_nothing_tells_is_said_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "torn.png").write_bytes(b"torn")
-    for name in ("gone.png", "torn.png"):
-        with pytest.raises(DataError) as caught:
-            image_of(tmp_path / name, 0, 0).with_size()
-        assert_named(caught, name)
-
-
 @pytest.mark.detectron2
 @pytest.mark.parametrize("orientation", UPRIGHT)
 def test_images_are_those_that_detectron2_reads(tmp_path: Path, orientation: int) -> None:
     utils = pytest.importorskip("detectron2.data.detection_utils")
     path = oriented(tmp_path / "turned.png", orientation)
     assert_loads(path, utils.read_image(str(path), "RGB"))
+
+
+def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torn.png").write_bytes(b"torn")
+    assert_refused(image_of(tmp_path / "gone.png", 0, 0).with_size, DataError, "gone.png")
+    assert_refused(image_of(tmp_path / "torn.png", 0, 0).with_size, DataError, "torn.png")
 
 
 def test_a_size_that_ignores_the_orientation_is_named_with_it(tmp_path: Path) -> None:
