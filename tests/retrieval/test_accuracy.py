@@ -190,6 +190,15 @@ def test_cosine_is_pytorch_metric_learning_s() -> None:
     assert expected["precision_at_1"] != recall_at_k(x[:100], y[:100], (1,), gallery=(x[100:], y[100:])).at[1]
 
 
+def test_large_labels_are_told_apart() -> None:
+    x, y = drawn(300)
+    calculator = RecallCalculator(("recall_at_1", "r_precision"), ks=(1,), k="max_bin_count", device=CPU)
+    for gallery in ((), (x[100:], y[100:])):
+        large = (gallery[0], gallery[1] + 2**24) if gallery else ()
+        expected = calculator.get_accuracy(x[:100], y[:100], *gallery)
+        assert calculator.get_accuracy(x[:100], y[:100] + 2**24, *large) == expected
+
+
 def test_primary_metric_of_testers_and_hooks(tmp_path: Path, records: Any) -> None:
     """Each epoch's number is that of the trunk as it then is, and the best one's is kept."""
     x, y = drawn(120)
