@@ -371,12 +371,12 @@ class TestLabelledImages(InFolders, Sealed, Classified):
 
 
 def with_labels(truth: Truth) -> Truth:
-    """The same pictures, each with the labels that the digits of its number to base two say."""
+    """The same pictures with labels: each part has each label, and rows with several or none of them."""
     names = ("cloud", "lake", "road")
-    parts = {
-        part: [Picture(row.number, tuple(name for i, name in enumerate(names) if row.number >> i & 1)) for row in rows]
-        for part, rows in truth.parts.items()
-    }
+    parts = {}
+    for part, rows in truth.parts.items():
+        having = [tuple(name for i, name in enumerate(names) if place >> i & 1) for place in range(1, len(rows) + 1)]
+        parts[part] = [Picture(row.number, labels) for row, labels in zip(rows, having, strict=True)]
     return Truth(names, parts)
 
 
