@@ -68,31 +68,6 @@ def test_pairs_are_by_seed_and_in_the_metrics_direction() -> None:
     ]
 
 
-def test_the_guards_statistics() -> None:
-    def guarded(change: float, accepted: bool, error: float | None = 0.01) -> dict[str, Any]:
-        whole = {"accepted": True, "change": 0.2, "error": 0.01, "best": 0.2, "best_error": 0.01}
-        return {"change": change, "accepted": accepted, "error": error, "whole": whole}
-
-    guards = [
-        guarded(0.05, True),
-        guarded(0.03, False),
-        guarded(-0.02, True),
-        guarded(-0.2, False),
-        guarded(0.01, True),
-    ]
-    heading, step = guard_blocks(guards)[0]
-    assert heading.startswith("The guard on the search's step")
-    assert step == [
-        "5 guarded runs, 3 accepted; mean change on test +0.0080",
-        "1 of 5 (20.0%) lose more than one standard error on test",
-        "1 of 2 (50.0%) accepted where the best candidate gains more than two standard errors on test",
-    ]
-    assert guard_blocks([guarded(0.05, True, None)])[0][1] == [
-        "1 guarded run, 1 accepted; mean change on test +0.0500",
-        "the standard errors of the changes on test are unknown",
-    ]
-
-
 def test_the_guards_statistics_over_whole_runs() -> None:
     """Losses are of what was kept, and clear gains those of the best candidate."""
     step = {"change": 0.5, "accepted": True, "error": 0.01}

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from helpers.inference import put_into
-from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.comparison.comparison import Plan, finished, read_row, run_seed
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.comparison.comparison import Plan, finished, run_seed
 from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.guard import Decision, Verdict
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
@@ -26,7 +23,6 @@ from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
-VERDICT = Verdict(gain=0.0, optimism=0.0, chance=1.0, reliability=0.5, candidates=3, needed=1.0)
 PLAN = Plan(("random_search", "cma_es", "ngopt", "noisy_ei", "metricopt"), (4, 20, 60))
 
 
@@ -101,42 +97,6 @@ def test_every_row_counts_the_choice_of_the_start(
     assert found["cma_es"]["least"] == CMAES().least_queries(4) + 2
     assert list(found["cma_es"]["cells"]) == ["20", "60"]  # 4 are impossible
     assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
-
-
-def test_every_row_counts_what_the_starts_cost_the_model(
-    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two starts are asked; one is found by seven batches of the loss, and one has buffers, for a pass of its own."""
-
-    def starts(self: Any) -> dict[str, Start]:
-        self.task.loss_and_gradient(self.task.starts(1.0, 0, range(7)), 0, range(7), 0)
-        self.task.adapter.model.register_buffer("seen", torch.zeros(1))
-        return {"half": Start(self.made.goal / 2, {"seen": torch.ones(1)})}
-
-    prepare = experiment.prepare
-
-    def running(self: Any) -> Any:
-        task, test = prepare(self)
-        x = torch.zeros(1, 2, dtype=torch.float64)
-        metric = Metric(lambda model: (model(x), task.distance(model))[1], maximize=False, bounds=None)
-        return task.judged_by(metric), test
-
-    monkeypatch.setattr(experiment, "starts", starts)
-    monkeypatch.setattr(experiment, "prepare", running)
-    experiment.baselines_now["metricopt"] = metricopt()
-    run_seed(
-        experiment, RunConfig(), Plan(("random_search", "metricopt", "noisy_ei"), (20, 60)), tmp_path, 5, Callback()
-    )
-    found = rows(tmp_path)
-    assert found["starts"]["chosen"] == "half"
-    assert found["starts"]["passes"] == {"metric": 2 + 1, "loss": 7}
-    passes = {
-        name: {b: cell["passes"] for b, cell in found[name]["cells"].items()} for name in ("random_search", "metricopt")
-    }
-    assert passes == {
-        "random_search": {"20": {"metric": 21, "loss": 7}, "60": {"metric": 61, "loss": 7}},
-        "metricopt": {"20": {"metric": 21, "loss": 73}, "60": {"metric": 61, "loss": 73}},
-    }
 
 
 def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(
@@ -233,17 +193,6 @@ def test_budgets_that_were_left_out_are_run_later(experiment: Any, tmp_path: Pat
     assert not finished(file, [4, 20, 60])
 
 
-def test_starts_can_be_chosen_by_name(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("pretrained",)), tmp_path, 5, Callback())
-    assert rows(tmp_path)["starts"]["chosen"] == "pretrained"
-    assert rows(tmp_path)["random_search"]["least"] == 2 + 1
-    assert_refused(
-        lambda: run_seed(experiment, RunConfig(), Plan(("random_search",), (4,), ("prior",)), tmp_path, 6, Callback()),
-        ConfigError,
-        "prior",
-    )
-
-
 def test_a_guard_is_judged_on_the_test_data(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,32 +244,6 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
     assert both["guard"]["change"] > 0
 
 
-@pytest.mark.parametrize(("kept", "share"), [("start", 0.0), ("half", 0.5)])
-def test_what_the_guard_refuses_ends_where_it_says(
-    experiment: Any,
-    quadratic: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: str,
-    share: float,
-) -> None:
-    monkeypatch.setattr("metricopt_ext.methods.ending.decide", lambda *_: Decision(kept, VERDICT))
-    experiment.baselines_now["metricopt"] = metricopt()
-    run_seed(experiment, RunConfig(), Plan(("metricopt",), (60,)), tmp_path, 5, Callback())
-    cell, problem = rows(tmp_path)["metricopt"]["cells"]["60"], quadratic()
-    assert cell["test"] == cell["validation"] == problem.true_cost(share * problem.goal)
-    assert cell["guard"]["kept"] == ("half" if share else "pretrained")
-    assert not cell["guard"]["accepted"]
-    assert cell["guard"]["whole"]["accepted"] == (share > 0)
-    gain = problem.true_cost(0 * problem.goal) - problem.true_cost(share * problem.goal)
-    assert cell["guard"]["whole"]["change"] == pytest.approx(gain)
-
-
-def test_the_trained_model_is_always_among_the_starts(experiment: Any, tmp_path: Path) -> None:
-    run_seed(experiment, RunConfig(), Plan(("random_search",), (20,), ("half",)), tmp_path, 5, Callback())
-    assert rows(tmp_path)["starts"]["validation"].keys() == {"pretrained", "half"}
-
-
 @pytest.mark.slow
 def test_a_comparison_runs_what_optimize_metric_does(
     experiment: Any, quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -349,26 +272,6 @@ def test_a_comparison_runs_what_optimize_metric_does(
         optimize_metric(task, queries=60, starts=starts, seed=5, callback=Callback())
     assert torch.equal(torch.stack(asked), torch.stack([query.item for query in alone]))
     assert len(asked) == 60
-
-
-@pytest.mark.parametrize(
-    ("plan", "names"),
-    [
-        (Plan(("a", "z"), (20,)), ("'z'",)),
-        (Plan((), (20,)), ()),
-        (Plan(("a", "a"), (20,)), ()),
-        (Plan(("a",), ()), ()),
-        (Plan(("a",), (20, 20)), ()),
-        (Plan(("a",), (0, 20)), ("1",)),
-    ],
-)
-def test_impossible_plans_are_refused(plan: Plan, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: plan.check(["b", "a"]), ConfigError, *names)
-
-
-def test_a_foreign_file_is_no_row(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"seed": 1}')
-    assert_refused(lambda: read_row(tmp_path / "a.json"), FileFormatError)
 
 
 def test_the_start_is_not_moved_by_a_baseline(experiment: Any, tmp_path: Path) -> None:

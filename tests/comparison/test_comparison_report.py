@@ -1,6 +1,8 @@
 """A comparison's report on rows with known numbers: means, the best of a column, gaps, and files for all seeds."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from metricopt_ext.comparison.comparison import Plan
 from metricopt_ext.comparison.comparison_content import gather, load, paired
+from metricopt_ext.comparison.comparison_page import comparison_page
 from metricopt_ext.comparison.comparison_report import markdown, print_report, write
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.experiment.experiment import Subject
@@ -116,17 +119,6 @@ def test_means_over_some_of_the_seeds_are_not_ranked(tmp_path: Path) -> None:
     assert table(text)["MetricOpt"][3] == "0.8000 (2 of 3 seeds)"
 
 
-def test_what_most_leaves_out_is_not_said_to_not_apply(tmp_path: Path) -> None:
-    put(tmp_path, 700)
-    row = json.loads((tmp_path / "seed-700" / "cma_es.json").read_text())
-    (tmp_path / "seed-700" / "cma_es.json").write_text(json.dumps({**row, "cells": {}}))
-    for most, said in ((18, "is left out above 18 queries, by the key most"), (60, "does not apply")):
-        text = markdown(gather(tmp_path, PLAN, SUBJECT, {"most": {"cma_es": most}}))
-        assert [line for line in text.splitlines() if line.startswith("- CMA-ES on the metric ")][-1].endswith(said)
-        assert ("- CMA-ES on the metric does not apply" in text) == (most == 60)
-        assert "- BoTorch, noisy EI does not apply" in text
-
-
 def test_our_search_without_its_guard_is_shown_but_no_baseline(content: dict[str, Any]) -> None:
     """As published: its end is the start's test metric, 0.6, and the change of 0.3; other rows have at most 0.8."""
     for each in content["guards"]:
@@ -159,13 +151,6 @@ def test_steps_and_whole_runs_are_reported(content: dict[str, Any]) -> None:
     assert "9 guarded runs, 0 accepted; mean change on test +0.0000" in whole
 
 
-def test_a_baseline_that_is_best_is_marked_too_and_lower_can_be_better(tmp_path: Path) -> None:
-    put(tmp_path, 700)
-    text = markdown(gather(tmp_path, PLAN, SUBJECT._replace(maximize=False), {}))
-    assert table(text)["pretrained"][1:4] == ["**0.5000**"] * 3
-    assert "nan" not in text.lower()
-
-
 def test_files_are_written_and_read(
     content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,16 +164,6 @@ def test_files_are_written_and_read(
     assert "against each, paired by seed" in printed
 
 
-def test_without_ours_there_is_a_table_alone(tmp_path: Path) -> None:
-    put(tmp_path, 700)
-    (tmp_path / "seed-700" / "metricopt.json").unlink()
-    found = gather(tmp_path, PLAN, SUBJECT, {})
-    assert found["pairs"] == found["guards"] == []
-    text = markdown(found)
-    assert "## " not in text
-    assert table(text)["CMA-ES on the metric"][3] == "**0.7000**"
-
-
 def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
     for seed, ours, cma in ((700, 0.9, 0.7), (701, 0.8, None), (702, 0.7, 0.75), (703, 0.6, 0.65)):
         for folder in ("whole", "odd" if seed % 2 else "even"):
@@ -200,3 +175,17 @@ def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
     assert both["seeds"] == [700, 701, 702, 703]
     assert both == whole
     assert markdown(both) == markdown(whole)
+
+
+def test_the_page_is_sound_and_has_the_digits_of_the_markdown(
+    content: dict[str, Any], html: Callable[[str], Any], tmp_path: Path
+) -> None:
+    told = {"task": "classification", "config": "a b.yaml", "overrides": ["x='<script>'"]}
+    content["config"] = {**content["config"], **told}
+    write(content, tmp_path)
+    page = html(comparison_page(content, tmp_path).html())
+    page.check()
+    shown = " ".join([*page.texts("p"), *page.texts("li"), *(" ".join(row) for table in page.tables for row in table)])
+    digits = re.compile(r"[+-]?\d+\.\d{4}")
+    assert set(digits.findall(shown)) == set(digits.findall(markdown(content)))
+    assert "'a b.yaml' --output-dir OUT queries=60 'x='\"'\"'<script>'\"'\"''" in page.texts("code")[-1]

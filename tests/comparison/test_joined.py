@@ -76,16 +76,3 @@ def test_settings_must_be_the_same_but_for_seeds_machines_and_methods() -> None:
         "config": {**other, "of_task": {"guard": {"confidence": 0.5}, "data": {"name": "a9a"}}}
     }
     assert_refused(lambda: joined([first, unlike], ["first", "unlike"]), DataError, "unlike", "first", "0.93")
-
-
-def test_a_setting_that_one_of_them_lacks_is_no_join() -> None:
-    old, new = content([1], {}), content([2], {})
-    old["config"] = {"of_task": {"queries": 60}}
-    new["config"] = {"of_task": {"queries": 60, "evaluation": {"failures": 0}}}
-    assert_refused(lambda: joined([old, new], ["old", "new"]), DataError, "new", "old", "None")
-
-
-def test_most_is_what_all_of_them_left_out() -> None:
-    first, second = content([1], {}), content([2], {})
-    first["config"], second["config"] = {"most": {"noisy_ei": 20, "ngopt": 60}}, {"most": {"noisy_ei": 60}}
-    assert joined([first, second], ["first", "second"])["config"] == {"most": {"noisy_ei": 60}}

@@ -1,7 +1,7 @@
 """Baselines on a quadratic: where each stood at each budget, and that no query goes uncounted."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,22 +9,19 @@ import torch
 from torch import Tensor
 
 from helpers.inference import put_into
-from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, ConfigError, MetricError
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.experiment.baselines import along_path, at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
+from metricopt_ext.experiment.method import METHODS, Baseline, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.random_search import RandomSearch
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
-from metricopt_ext.tasks.task import FinetuneTask
 
 BUDGETS = [20, 35, 60]
 
@@ -44,14 +41,6 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
         assert a.queries == b.queries == budget
     assert [a.seconds for a in reached] == sorted(a.seconds for a in reached)
     assert once.metric.ledger.spent == 0  # each baseline counts in a ledger of its own
-
-
-def test_an_anytime_search_keeps_what_it_reached_before_the_metric_failed(quadratic: Callable[..., Any]) -> None:
-    task = quadratic()
-    task.problem.fail_after = 40
-    reached = searching(RandomSearch()).run(task, Started.at(task.origin()), BUDGETS, 0)
-    assert [next(reached).queries, next(reached).queries] == [20, 35]
-    assert_refused(lambda: next(reached), MetricError, "41", "60")
 
 
 def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> None:
@@ -163,18 +152,6 @@ def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any
         run(along_path(asking), task)
 
 
-def test_a_method_that_does_not_apply_reaches_nothing(quadratic: Callable[..., Any]) -> None:
-    assert run(at_each_budget(lambda *_: None, least=lambda dim: 1), quadratic()) == []
-
-
-def test_best_step_of_the_loss_is_tried_at_no_more_points_than_queries(quadratic: Callable[..., Any]) -> None:
-    config = RunConfig()
-    config.finetune.steps = 30
-    task = quadratic(noise=0.0)
-    reached = run(usual_baselines(config)["loss_finetune_best"], task)
-    assert [each.queries for each in reached] == [20, 31, 31]
-
-
 def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
     baselines = usual_baselines(RunConfig())
     assert set(baselines) <= set(METHODS)
@@ -225,34 +202,3 @@ def test_settings_are_tuned_from_the_chosen_start(quadratic: Callable[..., Any],
     assert (
         all(value < expected for value in judged) if name == "settings+phi" else judged == pytest.approx([expected] * 2)
     )
-
-
-def test_a_task_without_settings_says_so() -> None:
-    assert_refused(
-        lambda: list(usual_baselines(RunConfig())["settings"].run(None, Started.at(torch.zeros(1)), [20], 0)),
-        ConfigError,
-        "settings",
-    )
-
-
-@dataclass(frozen=True)
-class Nearby(SearchStrategy):
-    """A baseline in a few lines: one batch of small steps along the axes."""
-
-    def least_queries(self, dim: int, starts: int = 1) -> int:
-        return starts + 1
-
-    def begin(self, task: FinetuneTask, start: Tensor, queries: int, *, known: Any = (), seed: int = 0) -> DirectState:
-        def batches(state: DirectState) -> Batches:
-            yield start + 0.1 * torch.eye(len(start)).to(start).repeat(queries, 1)[: state.left]
-
-        return DirectState(start, queries, batches, known)
-
-
-def test_a_new_baseline_is_one_entry(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = Entry("small steps", "#123456", "queries", factory=lambda settings: Nearby())
-    monkeypatch.setitem(METHODS, "nearby", entry)
-    task = quadratic()
-    reached = run(usual_baselines(RunConfig())["nearby"], task)
-    assert [each.queries for each in reached] == BUDGETS
-    assert optimize_metric(quadratic(), queries=20, strategy=Nearby(), callback=Callback()).queries_per_start == 20

@@ -3,18 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.skeleton import Norms, chosen
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.checkpoint_run import CheckpointRun
-from metricopt_ext.experiment.program_trials import TrialError
-from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
@@ -69,35 +66,11 @@ def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRu
     assert tuned.result.after == kept % 5
 
 
-def test_it_says_once_whether_it_is_worth_it(run: CheckpointRun) -> None:
-    """The twelfth trial may be one that fails: then the next one says it."""
-
-    class Heard(Callback):
-        lines: ClassVar[list[str]] = []
-
-        def say(self, line: str) -> None:
-            self.lines.append(line)
-
-    code = 'import sys; n = int(sys.argv[2]); print("score", n % 5 if n != 11 else "none")'
-    made(code).tune(16, failures=1, callback=Heard())
-    first, worth = (line for line in Heard.lines if not line.startswith("trial 11 failed"))
-    assert first == "score 0.0000 as trained; best of 11 queries +4.0000"
-    assert worth.startswith("worth it? undecided: a gain can't be told from chance")
-
-
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:
     repeated = made(KEEPING.replace("time.sleep(0.1)", ""), repeats=2)
     assert_refused(lambda: repeated.tune(12), ConfigError, "--queries", "12", "2", "6")
     assert not Path("times").exists()
     assert repeated.tune(23).queries == {"score": 22}
-
-
-def test_a_trial_that_fails_names_its_log(run: CheckpointRun) -> None:
-    failing = made("raise SystemExit(3)")
-    with pytest.raises(TrialError) as caught:
-        failing.score_unchanged()
-    assert_named(caught, "unchanged", "3")
-    assert caught.value.log == Path("out/trials/0.log")
 
 
 def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
@@ -114,7 +87,3 @@ def test_a_folder_is_of_one_run(run: CheckpointRun, tmp_path: Path) -> None:
     save_file({"norm.weight": torch.zeros(4), "norm.bias": torch.zeros(4)}, "in.safetensors")
     assert_refused(lambda: run.claim({"score": "a"}, resume=True), FileFormatError)
     assert json.loads(Path("out/run.json").read_text())["moved"] == ["norm.weight", "norm.bias"]
-
-
-def test_disk_is_for_each_job_the_result_and_a_spare(run: CheckpointRun) -> None:
-    assert run.disk(3) == 5 * Path("in.safetensors").stat().st_size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, best_of_loss_finetune, ending_at
 from metricopt_ext.experiment.compare import Comparison, compare
 from metricopt_ext.experiment.method import METHODS, Baseline, Reached
@@ -70,10 +70,6 @@ def beside(
 
 def goes_on_from_metricopt(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(METHODS, name, replace(METHODS[name], after="metricopt"))
-
-
-def without_seconds(comparison: Comparison) -> dict[str, Any]:
-    return {name: [replace(each, seconds=0.0) for each in of] for name, of in comparison.outcomes.items()}
 
 
 def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -180,78 +176,6 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
         assert (outcome.queries_total, outcome.queries_per_start, outcome.seconds) == (10 * i, i, 0.5 * i)
     assert hidden.calls == len(USUAL) + 3
     assert comparison.curves["cma_es"] == [task.true_cost(phi) for phi in points]
-
-
-def test_seconds_are_booked_on_who_took_them(
-    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, clock = quadratic(), [0.0]
-    goes_on_from_metricopt(monkeypatch, "guided_es")
-    monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
-
-    def takes_a_second(model: nn.Module) -> float:
-        clock[0] += 1
-        return task.distance(model)
-
-    def taking(seconds: float) -> Baseline:
-        def run(task: FinetuneTask) -> Tensor:
-            clock[0] += seconds
-            return task.origin()
-
-        return ending_at(run)
-
-    slow = replace(task, metric=Metric(takes_a_second, maximize=False, bounds=None, name="distance"))
-    more = {"cma_es": planned(taking(7)), "guided_es": planned(taking(100))}
-    comparison, _ = beside(slow, tmp_path, more)
-    assert {name: outcome.seconds for name, (outcome,) in comparison.outcomes.items()} == {
-        "pretrained": 0,
-        "metricopt": SPENT,
-        "loss_finetune": 0,
-        "loss_finetune_best": 6,
-        "loss_finetune_validation": 0,
-        "cma_es": 7,
-        "guided_es": SPENT + 100,  # it goes on from MetricOpt, whose time it needs as well as its queries
-    }
-
-
-def test_an_interrupted_comparison_ends_as_an_uninterrupted_one(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    expected, _ = beside(quadratic(), tmp_path / "whole")
-
-    def interrupted(task: FinetuneTask) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        beside(quadratic(), tmp_path / "broken", {"cma_es": planned(ending_at(interrupted))})
-    comparison, _ = beside(quadratic(), tmp_path / "broken", resume=True)
-    assert without_seconds(comparison) == without_seconds(expected)
-    assert_refused(lambda: beside(quadratic(), tmp_path / "broken"), FileFormatError)
-
-
-def test_a_method_without_an_entry_is_refused_before_anything_runs(
-    quadratic: Callable[..., Any], tmp_path: Path
-) -> None:
-    task = quadratic()
-    assert_refused(
-        lambda: beside(task, tmp_path, {"mine": planned(ending_at(lambda task: task.origin()))}),
-        ConfigError,
-        "mine",
-        "entry",
-        "METHODS",
-    )
-    assert task.queries == 0
-
-
-def test_a_method_must_come_after_the_one_that_it_continues_from(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on_from_metricopt(monkeypatch, "guided_es")
-    task = quadratic()
-    assert_refused(
-        lambda: compare(task, task.metric, {"guided_es": planned(ending_at(lambda task: task.origin()))}),
-        ConfigError,
-        "guided_es",
-    )
-    assert task.queries == 0
 
 
 def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,20 +1,13 @@
 """What --dry-run prints, and that it does nothing else."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from helpers.refusals import assert_named
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.data import training_state
-from metricopt_ext.errors import AdapterError, BudgetError, ConfigError
-from metricopt_ext.experiment import cli
 from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.dry_run import dry_run, planned
 from metricopt_ext.experiment.experiment import Experiment, Subject
@@ -172,16 +165,6 @@ def test_the_table_says_what_lines_of_starts_take(toy: Any, capsys: pytest.Captu
     assert "the line" not in shown(toy, settings(), capsys)
 
 
-def test_the_table_says_on_what_a_line_depends(toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    class Along(toy):  # type: ignore[misc]
-        def start(self, name: str) -> Any:
-            way = torch.eye(4, dtype=torch.float64)[0]
-            return StartLine(lambda t: Start(t * way), 0.0, 1.0) if name == "batchnorm_line" else Start(way)
-
-    said = shown(Along, settings(queries=30, starts=["batchnorm", "batchnorm_line"]), capsys)
-    assert "the line batchnorm_line 6 queries, including those of batchnorm, if batchnorm is better than the" in said
-
-
 @pytest.mark.parametrize(("queries", "along", "batches"), [(30, 6, 5), (12, 4, 1), (9, 0, 1)])
 def test_the_plan_of_a_line_is_what_a_search_asks(
     queries: int, along: int, batches: int, quadratic: Callable[..., Any]
@@ -215,66 +198,3 @@ def test_the_time_is_the_probes_times_the_plan() -> None:
     _, work = planned(config.build_strategy(), config, 4, population=3)
     # Two rounds of 8 tasks and 6 trials, three at a time, of 10 steps each; 4 ends of the guard, one by one.
     assert work == (2 * 8 * 3 + 6 + 5, 4 * 10, (2 * 3 + 2) * 10, 3)
-
-
-def test_a_model_is_trained_for_its_pace_alone(
-    toy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seconds = iter(range(10_000))
-    monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    taken: list[int] = []
-
-    class Trained(toy):  # type: ignore[misc]
-        def prepare(self) -> Any:
-            model = nn.Linear(1, 1)
-            state = training_state.TrainingState(
-                model, torch.optim.SGD(model.parameters(), 0.1), 610, {}, callback=self.callback
-            )
-            for step in state.steps_left():  # a second each
-                taken.append(step)
-                state.losses.append(0.0)
-            return super().prepare()
-
-    said = shown(Trained, settings(seeds=1), capsys)
-    assert taken == list(range(10))
-    assert "preparing data and model takes about 10 min" in said
-    assert "trained for 10 seconds; at this pace its training takes 10 min more" in said
-    assert "the run takes about 10 min" in said
-    assert "trained for" not in shown(toy, settings(), capsys)
-
-
-def test_what_a_run_would_refuse_is_refused(toy: Any, tmp_path: Path) -> None:
-    class Broken(toy):  # type: ignore[misc]
-        def prepare(self) -> Any:
-            task, metric = super().prepare()
-            return FinetuneTask(
-                task.adapter, loss=lambda model, batch: 1.0, batches=task.batches, metric=metric, population=1
-            ), metric
-
-    refused: list[tuple[Any, RunConfig, type[Exception], tuple[str, ...]]] = [
-        (toy, settings(method=RecipeConfig(learners=["none"])), ConfigError, ("method", "learners", "none")),
-        (toy, settings(queries=9), BudgetError, ("9", "queries", "GuidedTrustRegion")),
-        (Broken, settings(), AdapterError, ()),
-    ]
-    for experiment, config, error, names in refused:
-        messages = []
-        for run in (dry_run, lambda *given: cli.run_and_report(*given, tmp_path / "out", False)):
-            with pytest.raises(error) as caught:
-                run(experiment, config)
-            assert_named(caught, *names)
-            messages.append(str(caught.value))
-        assert messages[0] == messages[1]
-
-
-def test_the_option_stops_before_the_run(
-    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("queries: 60\nadapter: {dim: 4}\n")
-    monkeypatch.setattr(cli, "run_and_report", lambda *given: pytest.fail("was run"))
-    monkeypatch.setattr(
-        sys, "argv", ["tool.py", "--config-file", str(file), "--output-dir", str(tmp_path / "out"), "--dry-run"]
-    )
-    cli.main_of("A tool.", toy, "seeds=3")
-    assert "dry run" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()

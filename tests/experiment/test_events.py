@@ -39,26 +39,6 @@ def test_each_query_is_written_once_with_the_best_so_far_and_what_is_left(
     }
 
 
-def test_events_are_in_their_file_although_the_run_failed(tmp_path: Path) -> None:
-    def fail() -> None:
-        with query_events(tmp_path, "accuracy", True, 10) as events:
-            events.query(1, 0.5)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert scalars(tmp_path)["queries/accuracy"] == [(1, 0.5)]
-
-
-def test_a_run_that_tells_of_nothing_leaves_earlier_events(tmp_path: Path) -> None:
-    with query_events(tmp_path, "accuracy", True, 10) as events:
-        events.query(1, 0.5)
-    with query_events(tmp_path, "accuracy", True, 10) as events:
-        events.stage("on file")
-        events.done()
-    assert scalars(tmp_path)["queries/accuracy"] == [(1, 0.5)]
-
-
 def test_events_hold_each_curve_once(report: Callable[..., Report], tmp_path: Path) -> None:
     made = report(seeds=2)
     for _ in range(2):  # a resumed run writes them again

@@ -23,8 +23,7 @@ from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.experiment import State, run_seed
 from metricopt_ext.experiment.method import Started
-from metricopt_ext.experiment.method_config import FinetuneConfig, PaperConfig, RecipeConfig, SearchConfig
-from metricopt_ext.experiment.passes import counting
+from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime.parallel import run_seeds
@@ -132,13 +131,6 @@ def test_starts_of_batchnorm_share_one_pass_over_the_inputs(tmp_path: Path) -> N
         assert all(torch.equal(value, expected.buffers[name]) for name, value in found.items())  # type: ignore[union-attr]
 
 
-def test_a_comparison_counts_the_passes_of_a_soup_once(tmp_path: Path) -> None:
-    experiment = ClassificationExperiment(with_soups("soup_batchnorm"), tmp_path, 3)
-    experiment.task = counted = counting(experiment.task)
-    experiment.starts()
-    assert counted.losses.count == 6 * experiment.training().share_of(0.1)
-
-
 @pytest.mark.slow
 def test_baselines_end_at_starts_that_cost_what_they_ask_and_begin_other_methods(tmp_path: Path) -> None:
     names = ("whole_network_labels", "em_prior", "batchnorm_mixed", "soup", "soup_greedy", "whitening")
@@ -163,39 +155,6 @@ def test_baselines_end_at_starts_that_cost_what_they_ask_and_begin_other_methods
     assert cells["em_prior"]["14"]["passes"] == {"metric": 0, "loss": 0}
     assert 120 <= cells["whole_network_labels"]["14"]["passes"]["loss"] <= 180
     assert cells["batchnorm_mixed"]["14"]["test"] not in (starts["test"]["batchnorm"], starts["test"]["pretrained"])
-
-
-@pytest.mark.slow
-def test_a_run_with_a_soup_ends_and_is_resumed(tmp_path: Path) -> None:
-    config = with_soups()
-    record = run_seed(ClassificationExperiment, config, tmp_path, False, 3, Callback())
-    assert (tmp_path / "seed-3" / "soup" / "finetune-5.safetensors").exists()
-    assert record.outcomes["metricopt"][-1].queries_total <= 14
-    (tmp_path / "seed-3" / "record.json").unlink()
-    again = run_seed(ClassificationExperiment, config, tmp_path, True, 3, Callback())
-    assert without_seconds(again).outcomes == without_seconds(record).outcomes
-
-
-def test_tables_have_soups_without_augmentation(tmp_path: Path) -> None:
-    training = ClassificationExperiment(tiny(), tmp_path / "a", 3).training()
-    assert training.augment is None
-    assert training.rebalanced is not None
-    experiment = ClassificationExperiment(replace(tiny(), starts=["soup"]), tmp_path / "b", 3)
-    assert experiment.starts().keys() == {"soup"}
-
-
-METHODS = {"search": SearchConfig(), "recipe": tiny().method, "paper": PaperConfig(evals=2)}
-
-
-@pytest.mark.parametrize(("strategy", "made"), [("search", 1), ("recipe", 0), ("paper", 0)])
-def test_starts_are_made_for_a_search_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, made: int
-) -> None:
-    """To make them takes a finetune on the loss, which may fail, and a pass over the validation data."""
-    experiment, calls = ClassificationExperiment(replace(tiny(), method=METHODS[strategy]), tmp_path, 3), []
-    monkeypatch.setattr(experiment, "starts", lambda: calls.append("starts") or {})
-    assert "metricopt" in experiment.methods()
-    assert len(calls) == made
 
 
 def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_path: Path) -> None:
@@ -264,20 +223,6 @@ def test_workers_change_nothing_and_pass_their_errors_on(tmp_path: Path, capsys:
     assert "seed 2  value function" in shown
 
 
-def test_what_is_shown_as_pretrained_has_the_buffers_it_was_trained_with(tmp_path: Path) -> None:
-    config = ClassificationConfig(
-        data=DataConfig(name="digits"), model=ModelConfig(name="small_cnn", epochs=1), metric=MetricConfig(name="mcr")
-    )
-    experiment = ClassificationExperiment(config, tmp_path, 0)
-    start, model = experiment.start("batchnorm"), experiment.task.adapter.model
-    assert start is not None
-    trained = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    experiment.task.adapter.apply(start)
-    with experiment.as_trained():
-        assert all(torch.equal(buffer, trained[name]) for name, buffer in model.named_buffers())
-    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in start.buffers.items())
-
-
 @pytest.mark.slow
 def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the log and before the first query, by the report and by a dry run; with enough examples, nowhere."""
@@ -296,9 +241,3 @@ def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: py
     capsys.readouterr()
     dry_run(ClassificationExperiment, config)
     assert "1 of 3 classes has fewer than 10 examples" in " ".join(capsys.readouterr().out.split())
-
-
-def test_common_classes_are_not_named(tmp_path: Path) -> None:
-    config = tiny()
-    config.data = DataConfig(name="breast_cancer", fractions=[0.5, 0.25, 0.25], standardise=True)
-    assert ClassificationExperiment(config, tmp_path, 0).rare() is None

@@ -12,28 +12,16 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method import (
     METHODS,
-    SIBLINGS,
     Baseline,
     Meter,
     Planned,
     Reached,
     Started,
     check_known,
-    siblings_of,
 )
 from metricopt_ext.experiment.passes import Passes, noticing
-from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
-from metricopt_ext.siblings.reloss.reloss import ReLoss
-from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
-
-
-def test_every_method_has_a_title_and_a_colour_of_its_own() -> None:
-    for value in ("title", "colour"):
-        assert len({getattr(entry, value) for entry in METHODS.values()}) == len(METHODS)
-    assert all(len(entry.colour) == 7 and int(entry.colour[1:], 16) >= 0 for entry in METHODS.values())
 
 
 def test_a_method_comes_after_one_that_there_is() -> None:
@@ -115,43 +103,3 @@ def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[...
     assert torch.equal(task.adapter.model.seen, torch.zeros(1))
     assert Started.at(phi).standing(task, task.goal) is task.goal
     assert Started.at(phi).standing(task, end) is end
-
-
-def test_every_sibling_has_settings_of_its_own() -> None:
-    assert all(isinstance(method, Sibling) for method in SIBLINGS.values())
-    assert len(set(map(repr, SIBLINGS.values()))) == len(SIBLINGS)
-
-
-def test_surrogate_learning_has_the_settings_of_its_paper() -> None:
-    for name, surrogate in {"sl_u": "universal", "sl_s": "scratch", "sl_r": "refined"}.items():
-        method = SIBLINGS[name]
-        assert isinstance(method, SurrogateLearning)
-        assert (method.surrogate, method.iterations, method.model_steps, method.surrogate_steps) == (
-            surrogate,
-            300_000,
-            3,
-            10,
-        )
-        assert method.model_lr == method.surrogate_lr == method.clip == 1e-5
-        assert (method.universal.positive, method.universal.mean, method.universal.std) == (0.5, 0.0, 1.0)
-        assert method.universal.lr == method.universal.clip == 1e-5
-
-
-def test_reloss_has_the_settings_of_its_paper() -> None:
-    for name, cross_entropy in {"reloss": True, "reloss_only": False}.items():
-        method = SIBLINGS[name]
-        assert isinstance(method, ReLoss)
-        assert method.cross_entropy == cross_entropy
-        assert (method.training.lr, method.training.weight_decay, method.training.penalty) == (0.01, 1e-4, 10.0)
-
-
-def test_adaptive_loss_alignment_has_the_settings_of_its_paper() -> None:
-    for name, loss in {"ala": "classes", "ala_mixture": "mixture", "ala_focal": "focal"}.items():
-        method = SIBLINGS[name]
-        assert isinstance(method, AdaptiveLossAlignment)
-        assert (method.loss, method.children, method.history, method.link) == (loss, 10, 10, "sigmoid")
-        assert method.action_steps == method.reward_evals == 200
-        assert (method.gamma, method.beta, method.policy_lr, method.offset) == (0.9, 0.1, 0.001, 1.0)
-        assert (method.optimizer, method.momentum) == ("sgd", 0.9)
-        assert (name in siblings_of("embedders")) == (loss != "classes")
-    assert {*siblings_of("embedders"), *siblings_of("classifiers")} == set(SIBLINGS)

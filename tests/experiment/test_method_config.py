@@ -7,20 +7,15 @@ import pytest
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import experiment_of
-from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, RecipeConfig
+from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.labels import GaussianProcessLabels
 from metricopt_ext.value.reptile import ReptileLearner
-
-
-def test_a_recipe_of_nothing_but_defaults_is_the_library_s() -> None:
-    assert RecipeConfig().build(FinetuneConfig()) == Recipe()
 
 
 def test_what_is_set_becomes_the_recipe_s() -> None:
@@ -42,13 +37,6 @@ def test_each_method_is_built_from_the_settings() -> None:
     assert beside.paper is not None
     assert beside.paper.build(FinetuneConfig(7, 0.2)) == of_paper
     assert beside.build_strategy() == GuidedTrustRegion()
-
-
-def test_the_learned_optimizer_of_nothing_but_defaults_is_the_library_s() -> None:
-    assert LearnedConfig().build(FinetuneConfig()) == AlgorithmS1()
-    changed = LearnedConfig(evals=4, tasks=2, updates=3)
-    same = AlgorithmS1(steps=9, evals=4, tasks=2, updates=3)
-    assert changed.build(FinetuneConfig(steps=9)) == same
 
 
 def test_learners_are_chosen_by_name() -> None:

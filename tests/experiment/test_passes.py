@@ -28,10 +28,6 @@ def running(quadratic: Callable[..., Any]) -> FinetuneTask:
     return noticing(task.judged_by(Metric(distance, maximize=False, bounds=None)))
 
 
-def test_passes_add_up() -> None:
-    assert Passes(5, 3) + Passes(2, 1) - Passes(1, 2) == Passes(6, 2)
-
-
 def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: Callable[..., Any]) -> None:
     points = torch.zeros(3, 4, dtype=torch.float64)
     running.costs_at(points, "search")
@@ -104,8 +100,3 @@ def test_a_task_that_counts_computes_what_it_did(quadratic: Callable[..., Any]) 
         counting(task).loss_and_gradient(phi, 0, range(3), 1), task.loss_and_gradient(phi, 0, range(3), 1), strict=True
     ):
         assert torch.equal(found, expected)
-
-
-def test_of_other_tasks_nothing_is_known(quadratic: Callable[..., Any]) -> None:
-    assert passes_of(quadratic()) is None
-    assert queries_cost(quadratic(), 2) == Passes()

@@ -95,16 +95,6 @@ def test_words_follow_the_interval(
     assert f"- {line}" in markdown(made)
 
 
-def test_findings_tell_whether_f_was_trusted(report: Callable[..., Report]) -> None:
-    *_, halves, chance, last, quality = report().findings()
-    assert "Value function, tested on held-out trajectories: Spearman 0.63" in quality
-    assert "mean absolute error of the cost 0.0733 (0.1000 for a constant); trusted in 2 of 3 seeds" in quality
-    assert "over phi: 0.75" in halves
-    assert "unless it exceeds 0.0099" in chance  # 0.84 of a normal distribution lie below 0.994 deviations
-    assert chance.endswith("the model was left as it was in 1 of 3 seeds")
-    assert last == "Kept by the guard: MetricOpt in 2, the model as it was in 1 of 3 seeds"
-
-
 @pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es"])
 def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
     made = report()
@@ -114,20 +104,6 @@ def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Re
     made.config.update(starts=["loss_finetune", "batchnorm"])
     assert made.needs(method) == "inputs"
     assert made.needs("pretrained") == "scores"
-
-
-def test_findings_on_a_search_tell_what_f_said_before_each_query(report: Callable[..., Report]) -> None:
-    made = report()
-    for record, mae in zip(made.records, (0.02, 0.03, 0.04), strict=True):
-        object.__setattr__(record, "quality", replace(record.quality, incumbent_mae=mae))
-        object.__setattr__(record, "searched", [0.5, 0.7])
-    *_, quality = made.findings()
-    assert "Value function, tested before each query: Spearman 0.63; mean absolute error of the cost 0.0733" in quality
-    assert "(0.1000 for a constant, 0.0300 for the best value so far); trusted in 2 of 3 seeds" in quality
-    for record in made.records:
-        object.__setattr__(record, "quality", None)  # the metric never varied
-    assert not any("Value function" in line for line in made.findings())
-    assert made.to_json()["value_function"]["heldout_mae"] is None
 
 
 # --- What it cost elsewhere ----------------------------------------------------------------------------------------
@@ -167,17 +143,3 @@ def test_other_quantities_stand_beside_the_gain(
     print_report(made)
     assert "What it cost elsewhere" in capsys.readouterr().out
     assert made.on_constraints() == []
-
-
-def test_without_other_quantities_nothing_is_said(report: Callable[..., Report]) -> None:
-    made = report()
-    assert made.to_json()["also"] == {}
-    assert "elsewhere" not in markdown(made)
-
-
-def test_constraints_are_said_with_where_nothing_satisfied_them(report: Callable[..., Report]) -> None:
-    (line,) = elsewhere(report(), [3, 40, 1]).on_constraints()
-    assert line.startswith("Subject to recall[a] >= start on validation. MetricOpt and the searches on the metric")
-    (line,) = elsewhere(report(), [3, 0, 0]).on_constraints()
-    assert "on validation; in 2 seeds no queried point satisfies this, so the model stayed as it was." in line
-    assert line in elsewhere(report(), [3, 0, 0]).findings()

@@ -1,15 +1,13 @@
 """What every run can be told: what it becomes, and what is refused before any work."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.config_sections import AdapterConfig
-from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
+from metricopt_ext.experiment.method_config import RecipeConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.utils.config import load_config
@@ -34,14 +32,6 @@ def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: 
     assert_refused(config.check, ConfigError, *names)
 
 
-def test_a_population_is_chosen_unless_it_is_given() -> None:
-    config = load_config(RunConfig, None, [])
-    config.check()
-    assert config.population is None
-    assert load_config(RunConfig, None, ["population=3"]).population == 3
-    assert load_config(RunConfig, None, ["population=null"]).population is None
-
-
 def test_too_few_queries_are_refused_before_any_work() -> None:
     with pytest.raises(BudgetError) as caught:
         RunConfig(queries=9, method=RecipeConfig()).check()
@@ -55,24 +45,6 @@ def test_too_few_queries_are_refused_before_any_work() -> None:
 def test_a_search_needs_its_starts_a_design_and_an_end(starts: list[str], least: int) -> None:
     RunConfig(queries=least, starts=starts).check()
     assert_refused(lambda: RunConfig(queries=least - 1, starts=starts).check(), BudgetError, least)
-
-
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("search_queries=0", ("search_queries=0", "1")),
-        ("pictures=[landscape]", ("pictures", "landscape", "curves")),
-        ("pictures=true", ("pictures=True", "curves")),
-        (
-            "methods=[sl_r]",
-            ("sl_r", "metricopt_paper"),
-        ),
-        ("starts=[labels]", ("labels", "loss_finetune")),
-        ("guard.confidence=0.4", ("guard_confidence", "0.4")),
-    ],
-)
-def test_a_search_is_set_up_before_any_work(override: str, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: load_config(RunConfig, None, [override]).check(), ConfigError, *names)
 
 
 def test_searches_get_enough_queries_or_none() -> None:
@@ -89,15 +61,6 @@ def test_searches_get_enough_queries_or_none() -> None:
     config.check()
     config.search_queries -= 1
     assert_refused(config.check, ConfigError, "guided_es", config.search_queries, "adapter.dim=5")
-
-
-def test_settings_as_plain_data_make_the_same_settings(tmp_path: Path) -> None:
-    methods = ["metricopt_learned", "cma_es"]
-    config = RunConfig(AdapterConfig(["layer4.*"], 8), RecipeConfig(rounds=2), FinetuneConfig(lr=0.5), methods=methods)
-    config.queries = 700
-    (tmp_path / "again.yaml").write_text(json.dumps(config.as_dict()))  # JSON is YAML
-    assert load_config(RunConfig, tmp_path / "again.yaml") == config
-    assert "paper" not in config.as_dict()
 
 
 @pytest.mark.parametrize("name", ["metricopt_paper", "metricopt_learned"])

@@ -13,7 +13,7 @@ from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment import settings_run
 from metricopt_ext.experiment.program_trials import TrialError
-from metricopt_ext.experiment.settings_run import SettingsOutcome, SettingsRun
+from metricopt_ext.experiment.settings_run import SettingsRun
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -85,24 +85,6 @@ def ran() -> list[str]:
     return sorted(Path("ran").read_text().splitlines())
 
 
-def test_each_is_asked_once_side_by_side_and_then_on_file() -> None:
-    one = made(halves=HALVES)
-    defaults = one.score_defaults()
-    assert defaults.value == 0.5
-    tuned = one.tune(8, defaults=defaults, jobs=3)
-    assert ran() == ["0 0.5 up", "1 0.6 up", "2 0.75 up", "3 0.9 up", "4 0.9 down"]
-    assert (tuned.before, tuned.after.value, tuned.best) == (defaults, 0.9, 0.9)
-    assert tuned.values == tuned.best_values == {"a": 0.9, "mode": "up"}
-    assert tuned.changed
-    assert tuned.guard == "halves"
-    assert tuned.queries == {"score": 5}
-    assert sorted(path.name for path in Path("out/trials").iterdir()) == [f"{n}.log" for n in range(5)]
-    assert Scripted.last.queries == 7  # type: ignore[attr-defined]
-    again = made(halves=HALVES).tune(8, jobs=1)
-    assert again == tuned
-    assert len(ran()) == 5
-
-
 ROOM = {"room": Printed(r"room (\S+)", "--also room")}
 WITH_ROOM = CODE.replace('print(f"score', 'print(f"room {1 - a:.3f} score')
 
@@ -118,21 +100,6 @@ def test_the_best_that_satisfies_a_constraint_is_kept() -> None:
     assert "besides: room 0.5000 -> 0.4000 (>= 0.3500)" in tuned.lines(one.settings)
     assert made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= start - 0.15"}).tune(8) == tuned
     assert len(ran()) == 5
-
-
-def test_where_nothing_satisfies_it_the_defaults_stay_and_it_is_said() -> None:
-    one = made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= 0.7"})
-    tuned = one.tune(8)
-    assert not tuned.changed
-    assert (tuned.after, tuned.best) == (tuned.before, 0.5)
-    said = "none of 5 points that were asked satisfies room >= 0.7: the model stays as it was"
-    assert said in tuned.lines(one.settings)
-
-
-def test_what_is_not_limited_is_shown_alone() -> None:
-    tuned = made(code=WITH_ROOM, halves=HALVES, also=ROOM).tune(8)
-    assert (tuned.values["a"], tuned.constrained) == (0.9, None)
-    assert tuned.lines(made().settings)[0] == "besides: room 0.5000 -> 0.1000"
 
 
 def test_the_search_is_told_costs_in_the_batchs_order() -> None:
@@ -173,15 +140,6 @@ def test_what_is_asked_twice_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert costs == [-0.5, -0.6, -0.6, -0.9, -0.5, -0.9]
 
 
-def test_an_end_that_failed_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    (folder / "mended").unlink()
-    monkeypatch.setattr(Scripted, "end", lambda self: SimpleNamespace(values={"a": 0.75}, evaluation=None))
-    tuned = made().tune(8, failures=1)
-    assert not tuned.changed
-    assert tuned.values == tuned.best_values == {"a": 0.5, "mode": "up"}
-    assert tuned.guard == "none"
-
-
 def test_repeats_are_counted(folder: Path) -> None:
     noisy = CODE.replace("value = a", "value = a + 0.001 * len(open('ran').read().splitlines()) if mode else a")
     one = made(code=noisy, repeats=2)
@@ -192,45 +150,6 @@ def test_repeats_are_counted(folder: Path) -> None:
     assert tuned.queries == {"score": 10}
     assert tuned.before.noise == pytest.approx(0.0005)
     assert tuned.guard == "repeats"
-
-
-def test_chance_keeps_the_defaults() -> None:
-    noise = CODE.replace("chance = 0.001", "chance = 1")
-    one = made(code=noise, halves=HALVES)
-    tuned = one.tune(8)
-    assert not tuned.changed
-    assert (tuned.after, tuned.best) == (tuned.before, 0.9)
-    assert tuned.values == {"a": 0.5, "mode": "up"}
-    (line,) = tuned.lines(one.settings)
-    assert line.startswith("the best candidate, a=0.9, has 0.9000, but with so little data, up to")
-
-
-def test_data_held_out_have_the_last_word() -> None:
-    tuned = made(CODE).tune(8)
-    assert tuned.guard == "held-out"
-    assert tuned.holdout == {"start": 0.5, "settings": 0.9}
-    assert tuned.queries == {"score": 5, "held out": 2}
-    assert tuned.changed
-    asked = len(ran())
-    assert made(CODE).tune(8) == tuned
-    assert len(ran()) == asked  # they are on file too
-    Path("out/settings.json").unlink()
-    refused = made(CODE.replace("value = a", "value = -a")).tune(8)
-    assert not refused.changed
-    assert refused.holdout == {"start": -0.5, "settings": -0.9}
-    assert "the best candidate, a=0.9, has 0.9000, but the held-out data do not confirm it" in refused.lines(
-        made().settings
-    )
-    Path("out/settings.json").unlink()
-    with pytest.raises(TrialError) as caught:
-        made("raise SystemExit(4)").tune(8)
-    assert_named(caught, "--holdout", "start", "4")
-    assert caught.value.log == Path("out/trials/holdout-start.log")
-
-
-def test_defaults_that_can_not_be_scored_end_it() -> None:
-    assert_refused(lambda: made(code="raise SystemExit(5)").score_defaults(), TrialError, "5")
-    assert_refused(lambda: made(code="raise SystemExit(5)").tune(8, failures=3), TrialError)
 
 
 def test_the_checkpoint_and_the_names_of_trials_reach_the_program() -> None:
@@ -244,26 +163,9 @@ def test_the_checkpoint_and_the_names_of_trials_reach_the_program() -> None:
     assert said == f"{['0.1', str(Path('in.pth').absolute()), 'settings-0']}\nscore 1\n"
 
 
-def test_a_folder_is_of_one_run() -> None:
-    one = made()
-    one.claim({"score": "a"}, resume=False)
-    assert one.started()
-    assert_refused(lambda: one.claim({"score": "a"}, resume=False), FileFormatError, "--resume")
-    assert_refused(lambda: one.claim({"score": "b"}, resume=True), FileFormatError, "score", "'a'", "'b'")
-    one.claim({"score": "a"}, resume=True)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "names"),
-    [
-        ("value", None, ("value",)),
-        ("value", float("nan"), ()),
-        ("value", "0.5", ()),
-        ("halves", [1.0], ("2",)),
-        ("settings", {"a": "0.5"}, ("settings",)),
-        ("settings", {"a": 0.5, "mode": "up"}, ()),
-        ("more", 1, ()),
-    ],
+    [("value", float("nan"), ()), ("settings", {"a": "0.5"}, ("settings",)), ("more", 1, ())],
 )
 def test_a_damaged_file_is_refused(key: str, value: Any, names: tuple[str, ...]) -> None:
     made().tune(8)
@@ -272,10 +174,3 @@ def test_a_damaged_file_is_refused(key: str, value: Any, names: tuple[str, ...])
     content["evaluations"][1][key] = value
     path.write_text(json.dumps(content))
     assert_refused(lambda: made().tune(8), FileFormatError, "settings.json", *names)
-
-
-def test_what_is_said_of_a_gain() -> None:
-    tuned: SettingsOutcome = made(halves=HALVES).tune(8)
-    (line,) = tuned.lines(made().settings)
-    assert line.startswith("a trial took ")
-    assert tuned.row() == ["0.5000", "0.9000", "0.9000", "halves", "5", "0"]

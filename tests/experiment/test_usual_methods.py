@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +15,12 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, searching
 from metricopt_ext.experiment.brought_sections import bring_sections
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import METHODS, Reached
+from metricopt_ext.experiment.method import Reached
 from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, PaperSettings
-from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
+from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
-from metricopt_ext.runtime import progress
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.update_rule import load_update_rule
@@ -62,23 +61,6 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
         (reached,) = usual[name]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
         assert reached.queries == reached.queries_per_start == task.queries - before == 30
         assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
-
-
-def test_searches_that_take_long_say_how_far_they_are(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-
-    class Stages(Callback):
-        def stage(self, description: str) -> None:
-            told.append(description)
-
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    task = quadratic()
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), methods=["cma_es"], search_queries=30)
-    usual = usual_methods(config, 5, inputs=[], batches=task.batches, callback=Stages())
-    usual["cma_es"]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
-    assert told == [f"{METHODS['cma_es'].title}, {n} of 30 queries" for n in range(1, 31)]
 
 
 @pytest.mark.parametrize("queries", [40, None])
@@ -169,10 +151,6 @@ def test_algorithm_1_runs_beside_another_strategy(quadratic: Callable[..., Any],
     assert (tmp_path / "metricopt_paper" / "value_function.safetensors").exists()
 
 
-def test_they_are_in_the_table_of_methods() -> None:
-    assert all(METHODS[name].kind == "queries" for name in VARIANTS)
-
-
 def test_too_little_is_refused_before_any_work() -> None:
     assert_refused(
         lambda: replace(CONFIG, queries=16).check(),
@@ -194,43 +172,3 @@ def test_too_little_is_refused_before_any_work() -> None:
         "tasks",
         "1",
     )
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_one_that_takes_long_says_how_far_it_is(
-    name: str, quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stages(Callback):
-        told: ClassVar[list[str]] = []
-
-        def stage(self, description: str) -> None:
-            self.told.append(description)
-
-        def query(self, spent: int, value: float) -> None:
-            raise AssertionError("these are not the run's queries")
-
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    Stages.told.clear()
-    config = RunConfig(finetune=FINETUNE, learned=SMALL, queries=30, paper=PAPER)
-    variant(name, config, 5, callback=Stages())({}).run(quadratic(3))
-    title = METHODS[name].title
-    assert Stages.told[0] == title
-    assert {f"{title}, {n} of 30 queries" for n in (1, 10, 20)} <= set(Stages.told)
-    assert all(each.startswith(title) for each in Stages.told)
-
-
-def test_a_run_is_not_over_before_the_other_methods_are(quadratic: Callable[..., Any]) -> None:
-    told: list[str] = []
-
-    class Stages(Callback):
-        def stage(self, description: str) -> None:
-            told.append(description)
-
-        def done(self) -> None:
-            told.append("done")
-
-    task = quadratic()
-    config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=20)
-    usual_methods(config, 5, inputs=[], batches=task.batches, callback=Stages())["metricopt"]({}).run(task)
-    assert told[-1] == "other methods"
-    assert "done" not in told
