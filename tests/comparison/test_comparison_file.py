@@ -55,12 +55,6 @@ def changed(content: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
     return whole
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "comparison.json"
-    file.write_text(json.dumps(COMPARISON))
-    assert read_comparison(file) == COMPARISON
-
-
 def refused(read: Callable[[Path], Any], file: Path, content: dict[str, Any]) -> str:
     file.write_text(json.dumps(content))
     with pytest.raises(FileFormatError) as caught:

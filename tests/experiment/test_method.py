@@ -24,12 +24,6 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 
 
-def test_a_method_comes_after_one_that_there_is() -> None:
-    names = list(METHODS)
-    for name, entry in METHODS.items():
-        assert not entry.after or names.index(entry.after) < names.index(name)
-
-
 def test_unknown_methods_are_refused_by_name() -> None:
     check_known(METHODS)
     assert_refused(lambda: check_known(["metricopt", "tresholds"]), ConfigError, "tresholds")

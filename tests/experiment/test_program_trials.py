@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.refusals import assert_named
-from metricopt_ext.experiment.program_trials import ProgramRun, TrialError, ending, side_by_side
+from metricopt_ext.experiment.program_trials import ProgramRun, TrialError, side_by_side
 from metricopt_ext.tasks.program_score import Failed, Score
 from metricopt_ext.utils.program import Programs, StoppedError
 
@@ -78,13 +78,6 @@ def test_an_error_of_tell_ends_the_programs(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
     assert caught.value.log == tmp_path / "0.log"
     assert ended == ["stopped"]
-
-
-def test_programs_start_no_more_once_the_block_has_ended(tmp_path: Path) -> None:
-    with ending() as programs:
-        assert programs.run(["true"], tmp_path / "a.log").status == 0
-    with pytest.raises(StoppedError):
-        programs.run(["true"], tmp_path / "b.log")
 
 
 def test_a_score_in_percent_is_not_compared_with_one_that_is_not(tmp_path: Path) -> None:

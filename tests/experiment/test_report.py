@@ -95,17 +95,6 @@ def test_words_follow_the_interval(
     assert f"- {line}" in markdown(made)
 
 
-@pytest.mark.parametrize("method", ["metricopt", "guided_es", "cma_es"])
-def test_what_may_begin_from_batchnorm_needs_the_inputs(report: Callable[..., Report], method: str) -> None:
-    made = report()
-    assert made.needs(method) == "scores"
-    made.config.update(method={"name": "search"}, starts=["loss_finetune"])
-    assert made.needs(method) == "scores"
-    made.config.update(starts=["loss_finetune", "batchnorm"])
-    assert made.needs(method) == "inputs"
-    assert made.needs("pretrained") == "scores"
-
-
 # --- What it cost elsewhere ----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from metricopt_ext.experiment import settings_run
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsRun
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
+from metricopt_ext.tasks.program_score import Printed, ProgramScore
 from metricopt_ext.tasks.program_settings import ProgramSettings
 
 # Scores a, whose sign is its word's, notes that it ran, and fails where it is told to.
@@ -150,17 +150,6 @@ def test_repeats_are_counted(folder: Path) -> None:
     assert tuned.queries == {"score": 10}
     assert tuned.before.noise == pytest.approx(0.0005)
     assert tuned.guard == "repeats"
-
-
-def test_the_checkpoint_and_the_names_of_trials_reach_the_program() -> None:
-    code = "import sys; print(sys.argv[1:]); print('score 1')"
-    settings = ProgramSettings(["a=0.1,0.2"])
-    words = [sys.executable, "-S", "-c", code, "{a}", "{checkpoint}", "{trial}"]
-    score = ProgramScore(words, Printed(r"score (\S+)", "--parse"))
-    one = SettingsRun(settings, score, Path("out"), checkpoint=Path("in.pth"), prefix="settings-")
-    assert isinstance(one.score_defaults(), Score)
-    said = Path("out/trials/settings-0.log").read_text()
-    assert said == f"{['0.1', str(Path('in.pth').absolute()), 'settings-0']}\nscore 1\n"
 
 
 @pytest.mark.parametrize(

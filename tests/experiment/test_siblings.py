@@ -20,8 +20,6 @@ from metricopt_ext.experiment.siblings import (
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.sibling import Sibling
-from metricopt_ext.siblings.sl.set_loss import SetLoss
-from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric
@@ -32,25 +30,6 @@ def test_the_default_settings_are_the_papers() -> None:
     assert {name: SiblingsConfig().build(name) for name in SIBLINGS} == SIBLINGS
     built = {name: EmbedderSiblingsConfig().build(name) for name in siblings_of("embedders")}
     assert built == {name: SIBLINGS[name] for name in siblings_of("embedders")}
-
-
-def test_what_is_set_reaches_the_method(tmp_path: Path) -> None:
-    SetLoss(3, "f1").save(tmp_path / "f1.safetensors")
-    values: dict[str, Any] = {"iterations": 7, "model_steps": 2, "surrogate_steps": 4, "model_lr": 0.1, "evals": 3}
-    values |= {"network": "published", "thresholds": 5, "judged": "evaluation", "first": "surrogate"}
-    given = {**values, "surrogate_lr": 0.2, "clip": None, "universal": {"steps": 9, "lr": 0.3}}
-    config = SiblingsConfig(sl={**given, "begin": str(tmp_path / "f1.safetensors")})
-    built = config.build("sl_r")
-    assert isinstance(built, SurrogateLearning)
-    assert built.surrogate == "refined"
-    assert {name: getattr(built, name) for name in values} == values
-    assert (built.surrogate_lr, built.clip) == (0.2, None)
-    assert (built.universal.steps, built.universal.lr, built.universal.clip) == (9, 0.3, 1e-5)
-    assert built.begin is not None
-    assert built.begin.metric == "f1"
-    scratch = config.build("sl_s")
-    assert isinstance(scratch, SurrogateLearning)
-    assert scratch.begin is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers import own
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tools import assess, finetune_classifier
@@ -100,3 +101,12 @@ def test_too_few_queries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(
         lambda: call(assess, monkeypatch, LONGTAIL, *SMALL, "--queries", 2), SystemExit, "2", "queries", "3", "4"
     )
+
+
+@pytest.mark.slow
+def test_it_asks_its_queries_on_validation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = ("metric.name=helpers.own:accuracy", f"metric.folder={own.FOLDER}")
+    with own.counting() as asked:
+        call(assess, monkeypatch, CONFIGS / "classification/digits.yaml", *SMALL, *named, "--queries", 12)
+    assert asked.count(max(asked)) == 12
+    assert max(asked) < 0.25 * 1797  # the validation part's size, not the test part's

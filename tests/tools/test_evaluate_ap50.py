@@ -110,13 +110,6 @@ def test_on_the_command_line(folder: Path) -> None:
         assert text in result.stdout
 
 
-def test_given_detections_need_no_images(folder: Path) -> None:
-    whole = evaluate(folder, *VOC)
-    for file in (folder / "voc" / "JPEGImages").iterdir():
-        file.unlink()
-    assert evaluate(folder, *VOC)["ap50"] == whole["ap50"]
-
-
 def test_coco_s_files_are_judged_without_torch(folder: Path) -> None:
     script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
     command = [sys.executable, "-c", script, TOOLS / "evaluate_ap50.py", *COCO, "--output-dir", "bare"]
@@ -136,23 +129,6 @@ def test_coco_files_give_the_value_of_the_voc_set(folder: Path) -> None:
     assert voc["ap50"] == coco["ap50"]
 
 
-def test_classes_are_sorted_where_they_are_not_given(folder: Path) -> None:
-    results = json.loads((folder / "voc_results.json").read_text())
-    known = [each for each in results if each["category_id"] < 3]
-    (folder / "voc_results.json").write_text(json.dumps(known))
-    report = evaluate(folder, *VOC[:6], "--definition", "voc")
-    assert list(report["objects"]) == ["bird", "cat"]
-
-
-def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    coco = json.loads((folder / "coco.json").read_text())
-    coco["categories"][0]["name"] = "[/red]bird[1]"
-    (folder / "coco.json").write_text(json.dumps(coco))
-    report = evaluate(folder, *COCO, "--definition", "coco")
-    assert "[/red]bird[1]" in report["objects"]
-    assert "[/red]bird[1] " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -161,23 +137,10 @@ def test_a_class_may_have_brackets_in_its_name(folder: Path, capsys: pytest.Capt
         (("--detections", "coco_results.json", *VOC[2:]), ("0", "image_id", "1", "s1_0")),
         (("--detections", "missing.json", *VOC[2:]), ("missing.json",)),
         ((*VOC, "--iou-type", "segm"), ("--iou-type", "annotations", "COCO", "JSON")),
-        ((*COCO, "--iou-type", "segm", "--definition", "voc"), ("--iou-type", "COCO", "definition")),
-        (
-            ("--config-file", "c.yaml", "--weights", "w.pth", *COCO[2:], "--iou-type", "segm"),
-            ("--iou-type", "--detections", "file"),
-        ),
         ((*COCO, "--iou-type", "segm"), ("0", "--iou-type", "segm")),
-        ((*COCO, "--strict"), ("--strict", "COCO", "JSON")),
         ((*VOC, "--strict", "--definition", "coco"), ("--strict", "annotations", "COCO")),
-        (
-            ("--config-file", "c.yaml", "--weights", "w", *COCO[2:], "--strict", "--definition", "coco"),
-            ("--strict", "--detections"),
-        ),
-        (
-            (*COCO[:3], "table.txt"),
-            ("table.txt", "VOC"),
-        ),
-        (("--detections", "voc_results.json", "--annotations", "voc_results.json"), ("images",)),
+        ((*COCO[:3], "table.txt"), ("table.txt", "VOC")),
+        ((*COCO, "--weights", "w.pth"), ("--weights", "--detections")),
     ],
 )
 def test_what_a_user_can_mend_ends_in_one_line(
@@ -189,18 +152,6 @@ def test_what_a_user_can_mend_ends_in_one_line(
     assert_named(caught, *names)
     assert str(caught.value).startswith("error: ")
     assert "\n" not in str(caught.value)
-
-
-def test_a_set_without_images_ends_in_one_line(folder: Path) -> None:
-    content = json.loads((folder / "coco.json").read_text())
-    (folder / "empty.json").write_text(json.dumps({**content, "images": [], "annotations": []}))
-    (folder / "none.json").write_text("[]")
-    assert_refused(
-        lambda: evaluate(folder, "--detections", "none.json", "--annotations", "empty.json"),
-        SystemExit,
-        "empty.json",
-        "images",
-    )
 
 
 def crowded(folder: Path, objects: int = 150) -> tuple[str, ...]:
@@ -311,43 +262,6 @@ def changed(folder: Path, name: str, change: Any) -> None:
     content = json.loads((folder / name).read_text())
     change(content)
     (folder / name).write_text(json.dumps(content))
-
-
-def test_detections_that_look_cut_by_a_threshold_are_spoken_of(folder: Path) -> None:
-    def told() -> list[str]:
-        return [note for note in evaluate(folder, *COCO)["notes"] if "cut by a threshold" in note]
-
-    changed(folder, "coco_results.json", lambda found: found[3].update(score=0.0101))
-    (note,) = told()
-    assert note.startswith("the lowest score is 0.0101: detections look cut by a threshold")
-    changed(folder, "coco_results.json", lambda found: found[3].update(score=0.01))
-    assert told() == []
-    changed(folder, "coco_results.json", list.clear)
-    assert told() == []
-    assert evaluate(folder, *COCO)["inference"] == {}
-
-
-def test_what_is_repeated_is_counted(folder: Path) -> None:
-    before = evaluate(folder, *COCO)["notes"]
-    changed(folder, "coco_results.json", lambda found: found.append(found[0]))
-    changed(folder, "coco.json", lambda content: content["annotations"].extend(content["annotations"][:2]))
-    assert [note for note in evaluate(folder, *COCO)["notes"] if note not in before] == [
-        "2 of 38 objects repeat another of the same image, class and bbox; each counts",
-        "1 of 37 detections repeat another of the same image, class and bbox; it is false the second time",
-    ]
-
-
-def test_a_value_of_0_is_spoken_of(folder: Path) -> None:
-    changed(folder, "coco_results.json", lambda found: [each.update(bbox=[0, 0, 1, 1]) for each in found])
-    assert "no detection hits an object; are image_id, category_id" in evaluate(folder, *COCO)["notes"][-1]
-    changed(folder, "coco_results.json", list.clear)
-    assert not any("no detection" in note for note in evaluate(folder, *COCO)["notes"])
-
-
-def test_a_refusal_comes_with_what_readers_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changed(folder, "coco.json", lambda content: [each.update(bbox=[0, 0, 0, 0]) for each in content["annotations"]])
-    assert_refused(lambda: evaluate(folder, *COCO), SystemExit, "12")
-    assert "note: boxes in coco.json: 36 without area left out" in capsys.readouterr().out
 
 
 def test_detections_of_unknown_classes_are_refused_unless_pycocotools_s_count_is_wanted(folder: Path) -> None:

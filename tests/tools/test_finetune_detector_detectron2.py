@@ -18,11 +18,8 @@ from metricopt_ext.detection.build import build_toolkit
 from metricopt_ext.detection.config import DetectionConfig
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
 from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.experiment import method_config
-from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tools import evaluate_ap50, finetune_detector
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.value.learners import RidgeLearner
 
 pytestmark = pytest.mark.detectron2
 
@@ -48,10 +45,6 @@ TINY = [
 ]
 
 
-def ridge_only(**settings: Any) -> Recipe:
-    return Recipe(**{**settings, "learners": (RidgeLearner(),)})
-
-
 @pytest.mark.usefixtures("double_nms")
 def test_the_tool_and_its_checkpoint(
     tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -59,7 +52,6 @@ def test_the_tool_and_its_checkpoint(
     build = Detectron2Toolkit.build
     # In double precision no two boxes tie.
     monkeypatch.setattr(Detectron2Toolkit, "build", lambda self, classes, seed: build(self, classes, seed).double())
-    monkeypatch.setattr(method_config, "Recipe", ridge_only)
     monkeypatch.setattr(scenes, "CLASSES", ("digit",) * 10)
     many = ("MODEL.RPN.POST_NMS_TOPK_TEST", 300, "TEST.DETECTIONS_PER_IMAGE", 300)
     cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, *many)

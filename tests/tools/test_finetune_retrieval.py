@@ -1,33 +1,26 @@
 """The retrieval tool end to end on tiny runs, and the parts it builds from a config."""
 
 import json
-import re
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from sklearn.metrics import silhouette_score
 from torch import Tensor, nn
 
-from helpers import programs
-from helpers.pictures import check_figures
+from helpers import own, programs
 from helpers.refusals import assert_refused
-from helpers.runs import KEPT, check_needs_resume, stopped_after
 from metricopt_ext.adapters.attach import load_adapter
-from metricopt_ext.data import training_state
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError, MetricError
-from metricopt_ext.experiment import method_config
-from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.retrieval import build
 from metricopt_ext.retrieval.build import class_batches, embedder
 from metricopt_ext.retrieval.config import LossConfig, MetricConfig, RetrievalConfig
@@ -35,20 +28,17 @@ from metricopt_ext.retrieval.models import Conv4, Embedder, build_model
 from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric
 from metricopt_ext.retrieval.splits import load_splits
-from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tools import finetune_retrieval as tool
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
-from metricopt_ext.value.learners import RidgeLearner
-from metricopt_ext.value.loading import load_value_function
+from testers.tool import SMALL, FinetuneTester
 
 call, refused = partial(programs.call, tool), partial(programs.refused, tool)
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "finetune_retrieval.py"
 CONFIGS = ROOT / "configs" / "retrieval"
 DIGITS, OMNIGLOT = CONFIGS / "digits.yaml", CONFIGS / "omniglot.yaml"
 
@@ -62,15 +52,7 @@ RECIPE = [
     *("methods=[]", "method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
     "method.learners=[ridge]",  # the others take seconds to fit
 ]
-METHODS = {"search": [], "paper": ["methods=[]", "method.name=paper", "method.evals=2"]}
 TINY = [*RECIPE, *SIZES]
-NAMED = ("methods=[loss_finetune_best]", "pictures=[curves]")
-
-
-@pytest.fixture(autouse=True)
-def quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the value function that takes a second to fit, and threads."""
-    monkeypatch.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
 
 
 def config_of(*overrides: str, file: Path = DIGITS) -> RetrievalConfig:
@@ -78,16 +60,7 @@ def config_of(*overrides: str, file: Path = DIGITS) -> RetrievalConfig:
 
 
 def naive_recall(embeddings: Tensor, labels: Tensor, k: int) -> float:
-    """Recall@k straight from its definition: an item is a hit if one of the k nearest others has its label."""
-    x, y = embeddings.double().numpy(), labels.numpy()
-    hits = []
-    for i in range(len(x)):
-        others = np.delete(np.arange(len(x)), i)
-        if not (y[others] == y[i]).any():
-            continue
-        nearest = others[np.linalg.norm(x[others] - x[i], axis=1).argsort(kind="stable")[:k]]
-        hits.append((y[nearest] == y[i]).any())
-    return float(np.mean(hits))
+    return own.naive_recall(embeddings.double().numpy(), labels.numpy(), k)
 
 
 def kept_embeddings(config: RetrievalConfig, folder: Path, seed: int, tuned: bool) -> tuple[Tensor, Tensor]:
@@ -101,127 +74,51 @@ def kept_embeddings(config: RetrievalConfig, folder: Path, seed: int, tuned: boo
         return model(splits.test.x), splits.test.y
 
 
-# --- A run and its interruptions -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run two seeds of tiny settings, once for all tests that only look at what is left."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(method_config, "Recipe", partial(Recipe, learners=(RidgeLearner(),)))
-        tool.run(config_of("seeds=2", *NAMED), folder, resume=False)
-    return folder
-
-
-def test_everything_is_written(finished: Path) -> None:
-    assert {path.name for path in finished.iterdir()} == {
-        *KEPT,
-        *("seed-0", "seed-1"),
-        *("methods.png", "finetuning.png", "value_function.png", "recalls.png"),
+class TestRetrieval(FinetuneTester):
+    program = tool
+    config: ClassVar = {
+        "data": {"name": "helpers.own:digits_of_other_classes", "folder": own.FOLDER},
+        "model": {"name": "helpers.own:net", "folder": own.FOLDER, "epochs": 5, "embedding": 6},
+        "adapter": {"dim": 4},
+        "loss": {"name": "fast_ap", "classes": 3, "samples": 4},
+        "metric": {"ks": [1, 2]},
+        "methods": ["loss_finetune_best"],
+        **SMALL,
     }
-    check_figures([*finished.glob("*.png"), *finished.glob("seed-*/neighbours.png")])
-    for seed in (0, 1):
-        folder = finished / f"seed-{seed}"
-        kept = {"record.json", "model.safetensors", "adapter.safetensors", "neighbours.png", "evaluations.json"}
-        kept |= {"tuned.safetensors", "classes.json"}
-        assert kept <= {path.name for path in folder.iterdir()}
-        assert len(list((folder / "trajectories").glob("round-0-task-*.safetensors"))) == 4
-        assert load_value_function(folder / "value_function.safetensors", dim=3).quality is not None
-    assert len(list(finished.glob("events/seed-*/metricopt/events.out.tfevents.*"))) == 2
+    counted = "recall"
+    refused = (
+        (["loss.name=fastap"], ["loss.name=", "fastap"]),
+        (["loss.params={margn: 1}"], ["loss", "fast_ap", "margn"]),
+        (["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"], ["tune_with_trainer"]),
+        (["loss.samples=1"], ["loss.samples=1", "2"]),
+        (["metric.ks=[]"], ["metric", "ks"]),
+        (
+            {"data": {"name": "digits", "test_classes": ["7", "8"], "last_test": True}},
+            ["data.last_test"],
+        ),
+        (["methods=[sl_r]"], ["sl_r", "ala_focal"]),
+        (["methods=[settings]", "settings.names=[whitenning]"], ["whitenning", "whitening"]),
+        (["methods=[settings]", "method.name=paper"], ["method.name=paper", "method.name=search"]),
+    )
+    refused_by_data = (
+        ({"data": {"name": "cub"}}, ["cub", "stanford_online_products"]),
+        ({"data": {"name": "omniglot"}}, ["data.root=PATH"]),
+        ({"data": {"name": "omniglot", "root": "nowhere"}}, ["nowhere", "data.root=DIR"]),
+        ({"data": {"name": "digits", "fractions": [0.8, 0.1, 0.1]}}, ["10"]),
+        ({"data": {"name": "digits", "test_classes": ["7", "12"]}}, ["12", "10"]),
+        (["shift.kind=odd"], ["shift.kind=", "odd", "image"]),
+        (["adapter.layers=[nrom*]"], ["nrom"]),
+        ({"model": {"name": "conv5"}}, ["conv5", "conv4"]),
+        ({"model": {"name": "conv4", "weights": "nowhere.pt"}}, ["nowhere.pt"]),
+        (["device=abacus"], ["abacus"]),
+    )
 
-
-def test_the_report_states_what_the_kept_models_do(finished: Path) -> None:
-    content = json.loads((finished / "report.json").read_text())
-    assert content["task"] == "retrieval/digits"
-    assert content["metric"] == {"name": "mean Recall@1,2,4", "maximize": True}
-    assert content["seeds"] == [0, 1]
-    methods = content["methods"]
-    assert {"pretrained", "loss_finetune", "loss_finetune_best", "metricopt"} <= set(methods)
-    assert {"batchnorm_validation", "loss_finetune_validation"} <= set(methods)
-    assert methods["metricopt"]["queries_total"] <= content["config"]["queries"] == 16
-    assert methods["loss_finetune_best"]["queries_total"] == 2
-    assert all(half is not None for half in content["split_half"])
-    for seed in (0, 1):
-        recalls = json.loads((finished / f"seed-{seed}" / "recalls.json").read_text())
-        for name, tuned in (("pretrained", False), ("metricopt", True)):
-            embeddings, labels = kept_embeddings(config_of(), finished, seed, tuned)
-            expected = {k: naive_recall(embeddings, labels, k) for k in (1, 2, 4)}
-            assert methods[name]["test"][seed] == pytest.approx(np.mean(list(expected.values())))
-            assert recalls[name][:3] == [pytest.approx(value) for value in expected.values()]
-        assert recalls["ks"] == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert methods["metricopt"]["validation"][seed] >= methods["pretrained"]["validation"][seed]
-
-
-def test_the_tuned_model_is_a_plain_one_and_the_classes_are_listed(finished: Path) -> None:
-    for seed in (0, 1):
-        splits, folder = load_splits(config_of(), seed), finished / f"seed-{seed}"
-        plain = build_model("conv4", torch.Size((1, 8, 8)), 6, 4).eval()
-        plain.load_state_dict(load_file(folder / "tuned.safetensors"), strict=True)
-        expected, _ = kept_embeddings(config_of(), finished, seed, tuned=True)
-        with torch.no_grad():
-            torch.testing.assert_close(plain(splits.test.x), expected, rtol=1e-4, atol=1e-4)
-        listed = json.loads((folder / "classes.json").read_text())
-        assert listed == {
-            name: sorted({str(label) for label in getattr(splits, name).y.tolist()})
-            for name in ("train", "validation", "test")
-        }
-
-
-def test_a_second_call_needs_resume(finished: Path) -> None:
-    check_needs_resume(tool, DIGITS, finished, [*TINY, *NAMED, "seeds=2"])
-
-
-def test_a_finished_run_resumes_without_any_training(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = json.loads((finished / "report.json").read_text())
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
-    monkeypatch.setattr(FinetuneTask, "loss_and_gradient", lambda *_: pytest.fail("finetuned"))
-    monkeypatch.setattr(FinetuneTask, "cost", lambda *_: pytest.fail("asked"))
-    (finished / "report.json").unlink()
-    call("--config-file", DIGITS, "--resume", "--output-dir", finished, *TINY, *NAMED, "seeds=2")
-    assert json.loads((finished / "report.json").read_text()) == before
-    assert "MetricOpt" in capsys.readouterr().out
-
-
-def test_an_interrupted_run_resumes_to_the_same_report(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_state, "KEEP_EVERY", 0.0)
-    losses = []
-
-    def kill(self: torch.optim.Adam, *arguments: Any) -> None:
-        losses.append(arguments)
-        if len(losses) > 3:
-            raise KeyboardInterrupt
-        zero_grad(self, *arguments)
-
-    zero_grad = torch.optim.Adam.zero_grad
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.Adam, "zero_grad", kill)
-        with pytest.raises(KeyboardInterrupt):
-            tool.run(config_of(), tmp_path / "run", resume=False)
-    assert (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
-
-    stopped_after(5, lambda: tool.run(config_of(), tmp_path / "run", resume=True))
-    assert not (tmp_path / "run" / "seed-0" / "training.safetensors").exists()
-    assert len(list((tmp_path / "run" / "seed-0" / "trajectories").glob("*.safetensors"))) == 2
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained an embedder that was there"))
-    tool.run(config_of(), tmp_path / "run", resume=True)
-    resumed, whole = (json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "run", finished))
-    for name, method in resumed["methods"].items():
-        for part in ("validation", "test"):
-            assert method[part] == whole["methods"][name][part][:1]
-
-
-def test_training_has_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(build, "train_supervised", lambda model, loss, batches, **kwargs: seen.append(kwargs))
-    config = config_of("model.lr=0.02", "model.augment=true")
-    build.embedder(config, load_splits(config, 0), 0, tmp_path)
-    wanted = {"lr": 0.02, "augment": True}
-    assert {key: seen[0][key] for key in wanted} == wanted
+    def judge(self, state: Any, folder: Path) -> float:
+        images, labels = own.digits_of_other_classes()["test"]
+        net = own.net(6, (1, 8, 8)).eval()
+        net.load_state_dict({name.removeprefix("trunk."): value for name, value in state.items()})
+        embeddings = nn.functional.normalize(net(images))
+        return float(np.mean([naive_recall(embeddings, labels, k) for k in (1, 2)]))
 
 
 # --- What else it takes ----------------------------------------------------------------------------------------
@@ -241,25 +138,18 @@ def omniglot(folder: Path, *, characters: int = 4, drawings: int = 4) -> Path:
     return folder
 
 
-def test_omniglot_with_all_methods_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_omniglot_with_other_methods_and_another_loss(tmp_path: Path) -> None:
     overrides = [
-        *("loss.name=triplet_margin", "loss.params={margin: 0.2}", "loss.classes=3", "loss.samples=2"),
-        *(
-            "data.fractions=[0.25,0.5,0.25]",
-            "metric.ks=[1]",
-            "search_queries=15",
-            "methods=[guided_es,cma_es]",
-        ),
+        *("loss.name=triplet_margin", "loss.params={margin: 0.2}", "loss.classes=2", "loss.samples=2"),
+        *("data.fractions=[0.25,0.5,0.25]", "metric.ks=[1]", "search_queries=15", "methods=[guided_es,cma_es]"),
+        f"data.root={omniglot(tmp_path / 'set')}",
     ]
-    root = omniglot(tmp_path / "set")
-    call("--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, *overrides[:2], *overrides[3:],
-         "loss.classes=2", f"data.root={root}")  # fmt: skip
-    assert "conv4 on shifted omniglot: Recall@1 (higher is better), 1 seed of 16 queries" in capsys.readouterr().out
+    call("--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, *overrides)
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["metric"]["name"] == "Recall@1"
     spent = {name: method["queries_total"] for name, method in content["methods"].items()}
     assert spent["guided_es"] == spent["cma_es"] == 15
-    config = config_of(*overrides, f"data.root={root}", file=OMNIGLOT)
+    config = config_of(*overrides, file=OMNIGLOT)
     for name, tuned in (("pretrained", False), ("metricopt", True)):
         embeddings, labels = kept_embeddings(config, tmp_path / "run", 0, tuned)
         assert embeddings.shape == (8, 6)
@@ -291,94 +181,10 @@ def test_class_folders_with_a_fixed_test_part(tmp_path: Path) -> None:
     assert content["methods"]["metricopt"]["test"] == [pytest.approx(expected)]
 
 
-@pytest.mark.slow
-def test_another_metric_than_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["metric.name=sklearn.metrics:silhouette_score", "metric.bounds=[-1.0,1.0]"]
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *own)
-    shown = capsys.readouterr().out
-    assert "conv4 on shifted digits: silhouette_score (higher is better)" in shown
-    assert "silhouette_score: sklearn.metrics:silhouette_score of embeddings and labels" in shown
-    content = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert content["metric"] == {"name": "silhouette_score", "maximize": True}
-    for name, tuned in (("pretrained", False), ("metricopt", True)):
-        embeddings, labels = kept_embeddings(config_of(*own), tmp_path / "run", 0, tuned)
-        expected = silhouette_score(embeddings.numpy(), labels.numpy())
-        assert content["methods"][name]["test"] == [pytest.approx(expected, abs=1e-6)]
-
-
 # --- What it refuses -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["loss.nmae=fast_ap"], r"unknown.*'loss\.nmae'.*'loss\.name'\?"),
-        (["loss.name=fastap"], r"loss\.name='fastap' is none of"),
-        (["loss.params={margn: 1}"], r"loss: fast_ap.*\{'margn': 1\}"),
-        (["loss.name=proxy_anchor"], r"loss: proxy_anchor does not take \{\}: .*num_classes"),
-        (
-            ["loss.name=proxy_anchor", "loss.params={num_classes: 3, embedding_size: 6}"],
-            r"proxy_anchor has its own weights.*tune_with_trainer",
-        ),
-        (["loss.name=margin", "loss.params={learn_beta: true}"], "has its own weights"),
-        (["loss.samples=1"], r"loss\.samples=1: it must be at least 2"),
-        (["metric.ks=[]"], r"metric: ks must be one or more numbers"),
-        (["queries=15"], r"15 queries are too.*give at least 16"),
-        (
-            ["data.test_classes=[7,8]", "data.last_test=true"],
-            r"data\.test_classes.*part, as data\.last",
-        ),
-        (
-            ["data.test_classes=[7,8]", "data.name=stanford_online_products"],
-            r"as data\.last_test.*set's own lists",
-        ),
-    ],
-)
-def test_bad_settings_are_refused_before_the_folder_is_taken(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    out = tmp_path / "run"
-    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["data.name=cub"],
-            r"data\.name='cub'.*stanford_online",
-        ),
-        (["data.name=omniglot"], r"needs data\.root=PATH"),
-        (["data.name=omniglot", "data.root=nowhere"], r"nowhere not found; set data\.root=DIR"),
-        (["data.name=stanford_online_products", "data.root=nowhere"], r"Ebay_train\.txt not found"),
-        (["data.fractions=[0.8,0.1,0.1]"], r"each part needs at least.*10 classes"),
-        (["data.fractions=[0.5,0.6]"], r"data: fractions must be three numbers"),
-        (["shift.kind=odd"], r"shift\.kind='odd' must be none or image"),
-        (["shift.contrast=2"], r"shift: contrast.*\(0, 1\], got 2"),
-        (["data.test_classes=[7,12]"], "class; nearest of the 10: '2'"),
-        (["adapter.layers=[trunk.layer4.*.bn*]"], r"layers='trunk\.layer4\.\*\.bn\*'.*mean"),
-        (["adapter.layers=[nrom*]"], r"layers='nrom\*' matches no layer"),
-        (["model.name=conv5"], r"model\.name='conv5'.*conv4.*classifier"),
-        (["model.name=resnet18"], r"take images of shape \(1"),
-        (["model.weights=nowhere.pt"], r"nowhere\.pt.*weights for Embedder"),
-        (["model.trunk_weights=a.pt"], r"model\.trunk_weights.*classifiers"),
-        (["device=abacus"], r"device='abacus' is not available here"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_one_line_before_any_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
-) -> None:
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
-    out = tmp_path / "run"
-    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
-    assert not (out / "seed-0").exists()
-
-
-def test_a_validation_part_of_too_few_pairs_is_refused_before_any_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "train", lambda *_: pytest.fail("trained"))
+def test_a_validation_part_of_too_few_pairs_is_refused_before_any_training(tmp_path: Path) -> None:
     root = omniglot(tmp_path / "set")
     for name in ("Greek/character02", "Greek/character03"):  # one image is left of them
         for drawing in sorted((root / name).iterdir())[1:]:
@@ -397,20 +203,7 @@ def test_a_validation_part_of_too_few_pairs_is_refused_before_any_training(
     arguments = ["--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", "--seed", str(seed)]
     message = refused(*arguments, *TINY, *settings)
     assert message == "a batch needs 2 classes of at least two examples, got 1"
-
-
-def test_bad_images_are_refused_in_one_line(tmp_path: Path) -> None:
-    root = omniglot(tmp_path / "set")
-    arguments = ["--config-file", OMNIGLOT, "--output-dir", tmp_path / "run", *TINY, f"data.root={root}"]
-    (root / "Greek" / "character01" / "0001_02.png").write_bytes(b"no picture")
-    assert "cannot read Greek/character01/0001_02.png as an image" in refused(*arguments)
-
-
-def test_one_class_only_is_refused_in_one_line(tmp_path: Path) -> None:
-    root = omniglot(tmp_path / "set", characters=1) / "Greek"
-    arguments = ["--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY]
-    message = refused(*arguments, "data.name=class_folders", f"data.root={root}")
-    assert message.startswith("each part needs at least two classes of its own; 1 classes divided by")
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 # --- The parts -------------------------------------------------------------------------------------------------
@@ -451,7 +244,7 @@ def test_embeddings_that_do_not_match_their_labels_are_refused() -> None:
     assert_refused(lambda: metric.evaluate(nn.Unflatten(1, (3, 1)), "test"), MetricError)
 
 
-LOSSES = ["fast_ap", "triplet_margin", "margin", "contrastive", "multi_similarity"]
+LOSSES = ["fast_ap", "margin"]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +292,7 @@ def test_a_part_of_few_classes_gets_smaller_batches() -> None:
     )
 
 
-@pytest.mark.parametrize("side", [4, 8, 28, 33])
+@pytest.mark.parametrize("side", [4, 33])
 def test_embeddings_lie_on_the_unit_sphere(side: int) -> None:
     model = Embedder(Conv4(3, side, 5, width=4)).eval()
     pixels = torch.randint(256, (2, 3, side, side), dtype=torch.uint8)
@@ -564,24 +357,6 @@ def test_a_torchvision_trunk_starts_from_a_classifiers_weights(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_config_is_complete(file: Path) -> None:
-    config = load_config(RetrievalConfig, file)
-    config.check()
-    build_loss(config.loss)
-    if config.data.name != "digits":
-        config.data.root = ""
-        assert_refused(lambda: load_splits(config, 0), ConfigError, "data.root=PATH")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["search", "paper"])
-def test_an_embedding_under_each_strategy(tmp_path: Path, strategy: str, check_strategy: Any) -> None:
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, *METHODS[strategy], "queries=20")
-    check_strategy(tmp_path / "run", strategy)
-    assert len(list((tmp_path / "run").glob("seed-*/tuned.safetensors"))) == 1
-
-
 # --- Sibling methods -------------------------------------------------------------------------------------------
 
 ALA = [
@@ -591,7 +366,7 @@ ALA = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", ["phi", "model", "scratch"])
+@pytest.mark.parametrize("trains", ["phi", "scratch"])
 def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
     tool.run(config_of(*ALA, f"siblings.trains={trains}", "siblings.ala.model_lr=0.01"), tmp_path / "run", resume=False)
     content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
@@ -607,27 +382,6 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
         assert (moved > 0.07) == (trains == "scratch")  # six steps of Adam at 0.01 reach no further
     with Image.open(tmp_path / "run" / "siblings.png") as picture:
         assert picture.width > 400
-
-
-def test_the_committed_settings_of_ala_fit_their_descriptions() -> None:
-    folder, queries = ROOT / "benchmarks" / "configs" / "siblings", {"digits_retrieval": 610, "omniglot": 244}
-    for name, total in queries.items():
-        config = load_config(RetrievalConfig, folder / f"ala_{name}.yaml", ["data.root=FOLDER"])
-        config.check()
-        assert (config.methods, config.seeds) == (["ala_mixture", "ala_focal", "loss_finetune_best"], 5)
-        for method in config.methods[:2]:
-            ala = config.siblings.build(method)
-            assert isinstance(ala, AdaptiveLossAlignment)
-            assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) == total
-    table = load_config(RetrievalConfig, ROOT / "benchmarks" / "configs" / "table_omniglot.yaml", ["data.root=FOLDER"])
-    table.check()
-    ala = table.siblings.build("ala_focal")
-    assert isinstance(ala, AdaptiveLossAlignment)
-    assert ala.children * (1 + ala.iterations // ala.action_steps * ala.reward_evals) <= table.queries
-
-
-def test_methods_that_train_classifiers_are_not_for_embedders() -> None:
-    assert_refused(lambda: config_of("methods=[sl_r]").check(), ConfigError, "ala_mixture", "ala_focal")
 
 
 def test_the_metric_of_a_batch_is_that_of_its_embeddings() -> None:
@@ -660,24 +414,3 @@ def test_settings_of_inference_are_tuned_first(tmp_path: Path, capsys: pytest.Ca
     said = ", ".join(f"{name} {a} → {b} in 1" for name, (a, b) in changed.items()) or "the original ones"
     assert f"Settings of inference kept: {said}" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "run" / "settings.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["methods=[settings]", "settings.names=[whitenning]"],
-            r"'whitenning'.*\['whitening'",
-        ),
-        (["methods=[settings]", "settings.names=[usual,whitening]"], r"it must be \[usual\], or name each"),
-        (["methods=[settings]", "settings.inference=0.5"], r"settings\.inference"),
-        (
-            ["methods=[settings]", "method.name=paper"],
-            r"method\.name=paper.*method\.name=search",
-        ),
-    ],
-)
-def test_settings_that_can_not_be_tuned_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
-    out = tmp_path / "run"
-    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *SIZES, *overrides))
-    assert not out.exists()
