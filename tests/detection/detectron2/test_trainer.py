@@ -247,6 +247,7 @@ def test_a_run_ends_at_its_best_point_and_says_so_in_the_metric_s_own_units(
     (trajectory,) = trajectory_store(cfg, kept)
     assert torch.equal(phi_of(made), trajectory.phi[best])
     assert torch.equal(Judged.phi, trajectory.phi[best])
+    assert torch.equal(phi_in(out / "model_best.pth"), trajectory.phi[best])
     merged = mo.Adapter(made.model).merge().state_dict()
     written_down = torch.load(out / "model_merged.pth", weights_only=True)["model"]
     assert merged.keys() == written_down.keys()
