@@ -174,6 +174,19 @@ def test_the_better_kind_is_kept(
     assert fit.f.trusted is trusted
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_two_useful_ones_the_better_ranking_is_kept(
+    diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], reverse: bool
+) -> None:
+    exact, near = known(RidgeValueFunction, 0.0), known(RidgeValueFunction, 0.1)
+    exact.f.intercept += 0.3  # type: ignore[operator]
+    data = Observations.of(trajectories(diagonal))
+    alone = [fit_value_function(data, [spy]).f.quality for spy in (exact, near)]
+    assert alone[0].spearman > alone[1].spearman
+    assert alone[1].mae < alone[0].mae < alone[0].constant_mae
+    assert fit_value_function(data, [near, exact][:: -1 if reverse else 1]).f is exact.f
+
+
 @pytest.mark.outcome
 @pytest.mark.parametrize("per_trajectory", [False, True])
 def test_noise_is_rarely_trusted(
