@@ -326,6 +326,7 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
         drawn = MetadataCatalog.get(drawn_images("squares", images, 0))
         assert hasattr(drawn, "json_file") is kept
         assert drawn.evaluator_type == "coco"
+    assert len(DatasetCatalog.get(drawn_images("squares", 4, 0))) == 4
     with pytest.raises(ConfigError, match=r"9.*requested, but 'squares' has 8"):
         metric_on(9)
 
