@@ -344,6 +344,12 @@ def test_an_overlap_of_just_a_half_hits_for_coco_alone() -> None:
     assert [value(definition, half, truth) for definition in VOC] == [0, 0]
 
 
+def test_of_equal_overlaps_coco_takes_the_last_and_voc_the_first() -> None:
+    first, last, between = [0, 0, 10, 10], [4, 0, 14, 10], [2, 0, 12, 10]
+    assert value("coco", [between, first], one_image([first, last])) == pytest.approx(1)
+    assert value("voc", [between, first], one_image([first, last])) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("definition", DEFINITIONS)
 def test_equal_scores_stay_in_order(definition: Any) -> None:
     truth = one_image([A])
