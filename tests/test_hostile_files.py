@@ -1,9 +1,6 @@
 """No code of a file is run, and no name in a file leads outside its folder; what is described must be what is there."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +21,12 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils import files
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
-from metricopt_ext.utils.files import save_checkpoint, write_json
-from metricopt_ext.utils.machine import Machine
+from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint
-from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
@@ -81,37 +74,11 @@ def saved(make: Callable[[], Any]) -> Callable[[Path], Path]:
     return write
 
 
-def gp() -> GPValueFunction:
-    phi = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    return GPValueFunction.conditioned(phi, phi.sum(1), torch.eye(2), 0.1)
-
-
 def ridge() -> RidgeValueFunction:
     f = RidgeValueFunction(4, 2)
     f.quality = Quality(0.5, 0.1, 0.2, 10, 5)
     f.signature = attach_film(model(), dim=4).signature
     return f
-
-
-def trajectory() -> Trajectory:
-    phi, signature = torch.zeros(3, 2), attach_film(model(), "1", dim=2).signature
-    observed = torch.tensor([0, 2])
-    return Trajectory(0, 0, phi, torch.zeros(2), observed, torch.zeros(2).double(), None, signature)
-
-
-def write_trajectory(folder: Path) -> Path:
-    TrajectoryStore(folder).add(trajectory())
-    return next(folder.glob("round-*"))
-
-
-def seed_record() -> SeedRecord:
-    quality = Quality(0.5, 0.1, 0.2, 10, 5)
-    outcomes = {name: [Outcome(0.5, 0.5, 20, 1, 1.0)] for name in ("pretrained", "metricopt")}
-    machine = Machine("a", "b", 1, "cpu")
-    return SeedRecord(
-        seed=0, outcomes=outcomes, quality=quality, candidates={"gp": quality}, kept="start", setting=None,
-        split_half=0.5, chance=0.1, guard="halves", curves={"a": [0.5]}, true=[0.1], predicted=[0.2], machine=machine,
-    )  # fmt: skip
 
 
 # ----- code in a file
@@ -221,11 +188,6 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         "tensor 'weights' has shape",
     ),
     "a set loss's outputs": (attack_file({"outputs": 10**8}, lambda: SetLoss(2)), load_set_loss, "tensor .* has shape"),
-    "steps that are not there": (
-        lambda folder: edited(write_trajectory(folder), {}, {"observed": torch.tensor([0, 99])}),
-        lambda p: load_trajectories(p.parent),
-        r"its observed steps are \[0, 99\], not steps from 0 to 2",
-    ),
 }
 
 
@@ -273,43 +235,3 @@ def test_an_attached_adapter_is_as_it_was_after_a_file_that_lacks_a_tensor(missi
         attached.load(path)
     assert not attached.phi.any()
     assert all(torch.equal(value, before[name]) for name, value in attached.model.named_buffers())
-
-
-# ----- writing
-
-
-def write_all(folder: Path) -> None:
-    """Write a file of each kind, always of the same content."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    adapter().save(folder / "adapter.safetensors")
-    ridge().save(folder / "ridge.safetensors")
-    gp().save(folder / "gp.safetensors")
-    UpdateRule(hidden=3).save(folder / "rule.safetensors")
-    TrajectoryStore(folder / "trajectories", {"seed": 1}).add(trajectory())
-    write_json(folder / "x.json", {"b": 1, "a": [0.1, None], "c": {"z": "ä"}})
-    seed_record().save(folder / "record.json")
-    save_checkpoint(folder / "model.safetensors", {"b": torch.ones(2), "a": torch.zeros(3)})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@pytest.mark.slow
-def test_the_same_content_is_the_same_file_in_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # with the checksums that are written
-    write_all(tmp_path / "a")
-    write_all(tmp_path / "b")
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert len(contents(tmp_path / "a")) == 9
-    code = (
-        f"import importlib.util, pathlib, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        f"spec = importlib.util.spec_from_file_location('written', {__file__!r}); "
-        "module = importlib.util.module_from_spec(spec); sys.modules['written'] = module; "
-        f"spec.loader.exec_module(module); module.write_all(pathlib.Path({str(tmp_path / 'c')!r}))"
-    )
-    # Of the hashes of text, on which the order of a set depends.
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
-    assert contents(tmp_path / "c") == contents(tmp_path / "a")

@@ -1,11 +1,10 @@
-"""Attaching, merging and searching are interrupted at every line: modes, hooks and weights are as they were.
+"""A search is interrupted at its lines: modes, hooks and weights are as they were.
 
 A tracer raises KeyboardInterrupt where a line of the package is about to run, once: at its first or at its last time.
 """
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,39 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import metricopt_ext
-from helpers.refusals import assert_refused
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
-from metricopt_ext.adapters.signature import Outputs
-from metricopt_ext.adapters.start import Start
+import metricopt_ext as mo
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = str(Path(metricopt_ext.__file__).parent)
+PACKAGE = str(Path(mo.__file__).parent)
 
 Line = tuple[str, int]
-
-
-class LikeNemotrons(nn.LayerNorm):
-    """A norm with another forward pass, of which a pass through it tells whether phi can be folded into it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 6), LikeNemotrons(6), nn.Linear(6, 3)
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
     )
     model[0].weight.requires_grad_(False)
     model[1].eval()
@@ -134,93 +118,20 @@ def check_lines(make: Callable[[], tuple[nn.Module, Callable[[], Any]]], every: 
     assert not bad, sorted(bad)
 
 
-ATTACHED: dict[str, Callable[[nn.Module], Adapter]] = {
-    "film": lambda model: attach_film(model, dim=3, outputs=Outputs(temperature=True)),
-    "input_bias": lambda model: attach_input_bias(model, dim=3),
-    "outputs": attach_outputs,
-}
-
-
-@pytest.mark.parametrize("kind", ATTACHED)
-def test_attaching(kind: str) -> None:
-    def make() -> tuple[nn.Module, Callable[[], Any]]:
-        model = network()
-        return model, lambda: ATTACHED[kind](model)
-
-    check_lines(make)
-
-
-def moved(kind: str) -> Adapter:
+def moved() -> mo.Adapter:
     """An adapter whose start replaced a buffer and a parameter."""
-    adapter = ATTACHED[kind](network())
+    adapter = mo.attach_film(network(), dim=3, outputs=mo.Outputs(temperature=True))
     phi = torch.linspace(-1, 1, adapter.dim).to(adapter.phi)
     mean, weight = torch.ones(6, dtype=torch.float64), torch.full((3, 6), 0.5, dtype=torch.float64)
-    adapter.apply(Start(phi, {"1.running_mean": mean}, {"5.weight": weight}))
+    adapter.apply(mo.Start(phi, {"1.running_mean": mean}, {"5.weight": weight}))
     return adapter
-
-
-@pytest.mark.parametrize("kind", ATTACHED)
-@pytest.mark.parametrize("work", ["merge", "remove"])
-def test_merging_and_removing(kind: str, work: str) -> None:
-    def make() -> tuple[nn.Module, Callable[[], Any]]:
-        adapter = moved(kind)
-        return adapter.model, getattr(adapter, work)
-
-    check_lines(make)
-
-
-def test_applying_for_good_and_for_a_while() -> None:
-    def make() -> tuple[nn.Module, Callable[[], Any]]:
-        adapter = moved("film")
-        variance = torch.full((6,), 2.0, dtype=torch.float64)
-        start = Start(torch.ones_like(adapter.phi.detach()), {"1.running_var": variance})
-
-        def work() -> None:
-            with adapter.applied(start), adapter.using(start.phi):
-                pass
-            adapter.apply(start)
-
-        return adapter.model, work
-
-    check_lines(make)
-
-
-@pytest.mark.parametrize("attached", [False, True])
-def test_loading(attached: bool, tmp_path: Path) -> None:
-    path = tmp_path / "adapter.safetensors"
-    saved = attach_film(network(), dim=3, seed=1)
-    saved.apply(Start(torch.ones(3, dtype=torch.float64), {"1.running_mean": torch.ones(6, dtype=torch.float64)}))
-    saved.save(path)
-
-    def make() -> tuple[nn.Module, Callable[[], Any]]:
-        model = network()
-        if attached:
-            adapter = attach_film(model, dim=3, seed=2)
-            adapter.set_phi(torch.full((3,), 0.25))
-            return model, lambda: adapter.load(path)
-        return model, lambda: load_adapter(model, path)
-
-    check_lines(make)
-
-
-def test_a_warning_that_is_an_error_undoes_loading(tmp_path: Path) -> None:
-    path = tmp_path / "adapter.safetensors"
-    attach_film(network(), dim=3, seed=1).save(path)
-    model = network()
-    with torch.no_grad():
-        model[5].bias.add_(1)
-    before = state_of(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_refused(lambda: load_adapter(model, path), UserWarning)
-    assert state_of(model) == before
 
 
 GUIDED = GuidedTrustRegion(batch=2)
 
 
-def search_task() -> FinetuneTask:
-    adapter = moved("film")
+def search_task() -> mo.FinetuneTask:
+    adapter = moved()
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(40) % 3
 
@@ -228,11 +139,11 @@ def search_task() -> FinetuneTask:
         right = model(x).softmax(1).gather(1, y[:, None])[:, 0]
         return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
 
-    return FinetuneTask(
+    return mo.FinetuneTask(
         adapter,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        batches=TensorBatches(x, y, batch_size=10),
-        metric=Metric(score, maximize=True, name="score"),
+        batches=mo.TensorBatches(x, y, batch_size=10),
+        metric=mo.Metric(score, maximize=True, name="score"),
         population=1,
     )
 

@@ -180,19 +180,3 @@ def test_an_installed_wheel_has_the_command_and_the_configs(command: Callable[..
     )
     assert command("configs", CONFIG) == (ROOT / CONFIG).read_text()
     assert command("finetune-classifier", "--help").startswith("usage: metricopt finetune-classifier ")
-
-
-def lint(statement: str, filename: str) -> list[str]:
-    """Return the import rules that one statement in a file of this name breaks, under the project's configuration."""
-    options = ("--no-cache", "--exit-zero", "--select", "TID", "--output-format", "json", "--stdin-filename", filename)
-    report = run_python("-m", "ruff", "check", *options, "-", cwd=ROOT, stdin=f"{statement}\n")
-    return [violation["code"] for violation in json.loads(report)]
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_lint_forbids_bare_task_imports(task: str) -> None:
-    bare = (f"import {task}", f"import {task}.sub", f"from {task} import name", f"from {task}.sub import name")
-    for statement in bare:
-        assert lint(statement, "tools/example.py") == ["TID251"], statement
-    for statement in (f"import metricopt_ext.{task}.sub", f"from metricopt_ext.{task}.sub import name"):
-        assert lint(statement, f"{task}/example.py") == [], statement
