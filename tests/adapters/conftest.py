@@ -13,9 +13,9 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 
 
-def _tuned(seed: int = 0, layers: Any = None, dim: int = 3) -> Adapter:
-    adapter = attach_film(small_cnn().eval(), layers, dim=dim, seed=seed)
-    adapter.set_phi(rand(dim, seed=5, dtype=torch.float32))
+def _tuned(seed: int = 0) -> Adapter:
+    adapter = attach_film(small_cnn().eval(), dim=3, seed=seed)
+    adapter.set_phi(rand(3, seed=5, dtype=torch.float32))
     return adapter
 
 

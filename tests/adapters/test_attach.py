@@ -57,14 +57,6 @@ def test_the_last_linear_layer_gives_the_logits() -> None:
     assert attach_outputs(model).layers == ["last"]  # attention's own projection is no layer
 
 
-def test_mode_is_restored_when_a_pinned_layer_raises(cnn: Callable[[], nn.Sequential]) -> None:
-    model = cnn().train()
-    attach_film(model, dim=3)
-    with pytest.raises(RuntimeError):
-        model[1](torch.zeros(2, 9, 3, 3))  # 9 channels, BatchNorm has 4
-    assert model[1].training
-
-
 def test_one_logit_has_one_offset() -> None:
     class Binary(nn.Module):
         def __init__(self) -> None:
@@ -100,18 +92,6 @@ def test_a_head_without_a_bias_gets_one(kind: str, temperature: bool) -> None:
     assert model[1].bias.requires_grad
 
 
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * nn.functional.linear(x, self.weight)
-
-
-class Sealed(nn.LayerNorm):
-    """Takes no module below itself."""
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        raise RuntimeError("sealed")
-
-
 def headed() -> nn.Module:
     return nn.ModuleDict({"body": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
 
@@ -131,18 +111,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], type[Exc
     "a tied head without a bias": (
         lambda: Tied(bias=False), attach_outputs, AdapterError, ("head", "embedding.weight")
     ),
-    "logits that are no bias away": (
-        lambda: nn.Sequential(Doubled(3, 2, bias=False)), attach_outputs, AdapterError, ("'0'", "Doubled")
-    ),
     "no logits": (lambda: nn.Sequential(nn.LayerNorm(3), nn.Conv1d(3, 2, 1)), attach_outputs, AdapterError, ()),
     "no such layer": (
         headed, lambda model: attach_outputs(model, Outputs("heads")), AdapterError, ("heads", "head")
-    ),
-    "a norm for logits": (
-        lambda: nn.Sequential(nn.RMSNorm(3), nn.Linear(3, 2)),
-        lambda model: attach_outputs(model, Outputs("0")),
-        AdapterError,
-        ("'0'",),
     ),
     "twice on the head": (
         headed,
@@ -150,26 +121,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], type[Exc
         AdapterError,
         ("head", "layers"),
     ),
-    "no outputs": (
-        headed, lambda model: attach_film(model, dim=2, outputs=True), AdapterError, ("outputs", "Outputs(...)")
-    ),
-    "no layers": (headed, lambda model: attach_film(model, []), AdapterError, ("layers",)),
     "no linear layer": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(3, 4, bias=False)),
         attach_input_bias,
         AdapterError,
         ("bias", "attach_film"),
     ),
-    "another name": (headed, lambda model: attach_input_bias(model, "heads"), AdapterError, ("heads", "head")),
     "dim=0": (headed, lambda model: attach_film(model, dim=0), ValueError, ("dim", 0)),
-    "dim=4.0": (headed, lambda model: attach_input_bias(model, dim=4.0), ValueError, ("dim", 4.0)),
     "seed=-1": (headed, lambda model: attach_film(model, seed=-1), ValueError, ("seed", -1)),
-    "a layer that takes no modulation": (
-        lambda: nn.Sequential(nn.LayerNorm(4), Sealed(4), nn.LayerNorm(4), nn.Dropout()),
-        lambda model: attach_film(model, dim=2),
-        RuntimeError,
-        ("sealed",),
-    ),
 }  # fmt: skip
 
 

@@ -64,17 +64,12 @@ def first_output(model: nn.Module, x: Tensor) -> Tensor:
 
 FINE: dict[str, tuple[str, Callable[..., Any]]] = {
     "logits": ("body head", lambda m, x, h: m.head(h)),
-    "log-probabilities": ("body head", lambda m, x, h: m.head(h).log_softmax(1)),
     "probabilities": ("body head", lambda m, x, h: m.head(h).softmax(1)),
-    "flat": ("body head", lambda m, x, h: m.head(h).flatten()),
-    "transposed": ("body head", lambda m, x, h: m.head(h).T),
     "scaled up": ("body head", lambda m, x, h: F.interpolate(m.head(h)[:, :, None], scale_factor=2)),
     "a mean over views": ("body head", lambda m, x, h: m.head(torch.stack([h, h + 1])).mean(0)),
-    "a dict": ("body head", lambda m, x, h: {"logits": m.head(h), "h": h}),
     "an object": ("body head", lambda m, x, h: SimpleNamespace(logits=m.head(h))),
     "a sum of heads": ("body head wide", lambda m, x, h: m.wide(x) + m.head(h)),
     "an auxiliary head that is defined before": ("body aux head", lambda m, x, h: {"a": m.head(h), "b": m.aux(h)}),
-    "one logit": ("body binary", lambda m, x, h: m.binary(h).squeeze(1)),
     "two probabilities of a logit": ("body binary", lambda m, x, h: torch.cat([m.binary(h), -m.binary(h)], 1).exp()),
     "saturated probabilities": ("body head", lambda m, x, h: (m.head(h) + X.new_tensor([0, 90, 150])).softmax(1)),
     "masked": ("body head", lambda m, x, h: m.head(h).masked_fill(X[:, :3] > 1, -torch.inf)),
@@ -166,19 +161,6 @@ def test_the_part_of_a_module_that_its_loss_calls_is_what_returns() -> None:
     assert_refused(lambda: check(attach_outputs(whole(Model("head body"))), loss), AdapterError, "net.body", "net.head")
 
 
-def test_a_loss_may_keep_what_phi_does_not_change() -> None:
-    """A graph of the check's own in what is kept would be gone at the next gradient."""
-    adapter, kept = attach_film(Model(), "norm", dim=3, outputs=Outputs()), dict[str, Tensor]()
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        h = kept["h"] if kept else kept.setdefault("h", model.body(x))
-        return F.cross_entropy(model.head(model.norm(h)), Y)
-
-    check(adapter, loss)
-    assert not kept["h"].requires_grad
-    assert torch.autograd.grad(loss(adapter.model, X), adapter.phi)[0].abs().min() > 0
-
-
 def test_a_check_leaves_everything_as_it_was() -> None:
     adapter = attach_film(Model().train(), "norm", dim=3)
     adapter.set_phi(torch.ones(3))
@@ -257,7 +239,6 @@ def test_one_coordinate_of_the_outputs_that_moves_nothing_is_named() -> None:
     "attach",
     [
         lambda model: attach_film(model, "unused", dim=3),
-        lambda model: attach_film(model, "unused", dim=3, outputs=Outputs()),
         lambda model: attach_input_bias(model, "aux", dim=3),
     ],
 )

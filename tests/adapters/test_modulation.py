@@ -58,12 +58,10 @@ class OwnLayerNorm(nn.Module):
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "batch_norm_1d": (lambda: nn.BatchNorm1d(4), (5, 4), 1),
-    "batch_norm_3d": (lambda: nn.BatchNorm3d(4), (2, 4, 2, 3, 2), 1),
     "frozen_batch_norm_2d": (lambda: FrozenBatchNorm2d(4), (2, 4, 3, 3), 1),
     "a detector's own": (lambda: type("DetrFrozenBatchNorm2d", (FrozenBatchNorm2d,), {})(4), (2, 4, 3, 3), 1),
     "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 5), 1),
     "instance_norm_2d": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 3, 3), 1),
-    "instance_norm_2d_unbatched": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 4, 3), 0),
     "layer_norm": (lambda: nn.LayerNorm(4), (2, 4, 4), -1),
     "layer_norm_2d": (lambda: LayerNorm2d(4), (2, 4, 3, 4), 1),
     "layer_norm_channels_first_1": (lambda: ChannelsFirst(1), (2, 1, 3, 4), 1),
@@ -72,10 +70,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "rms_norm": (lambda: nn.RMSNorm(4), (2, 3, 4), -1),
     "rms_norm of its own, as Gemma's": (lambda: OwnRMSNorm(4, 1.0), (2, 3, 4), -1),
     "layer_norm without a bias": (lambda: nn.LayerNorm(4, bias=False), (2, 3, 4), -1),
-    "conv_1d": (lambda: nn.Conv1d(2, 4, 2), (3, 2, 5), 1),
     "conv_2d_unbatched": (lambda: nn.Conv2d(2, 4, 2), (2, 5, 5), 0),
     "conv_2d_depthwise": (lambda: nn.Conv2d(4, 4, 2, groups=4), (3, 4, 5, 5), 1),
-    "conv_3d": (lambda: nn.Conv3d(2, 4, 2), (3, 2, 3, 3, 3), 1),
     "linear": (lambda: nn.Linear(3, 4), (2, 4, 3), -1),
 }
 
@@ -178,17 +174,6 @@ def test_outputs_of_a_dense_classifier(randomise: Callable[..., Any]) -> None:
     torch.testing.assert_close(adapter.merge()(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("attach", [attach_film, attach_input_bias])
-def test_matrices_are_the_same_with_outputs(randomise: Callable[..., Any], attach: Callable[..., Adapter]) -> None:
-    plain = attach(classifier(randomise), dim=3, seed=7)
-    more = attach(classifier(randomise), dim=3, seed=7, outputs=Outputs(temperature=True))
-    ((_, one),) = plain.modulations()
-    (_, other), _ = more.modulations()
-    for (name, mine), (same, theirs) in zip(one.named_buffers(), other.named_buffers(), strict=True):
-        assert name == same
-        assert torch.equal(mine, theirs)
-
-
 def test_one_layer_used_twice_is_modulated_twice() -> None:
     norm = nn.LayerNorm(4)
     model, x, phi = nn.Sequential(norm, nn.Tanh(), norm).double(), rand(3, 4), rand(2)
@@ -259,39 +244,12 @@ def test_casting_the_model_does_not_round_phi(cnn: Callable[[], nn.Sequential], 
     assert model.double().metricopt.phi.dtype == torch.float64
 
 
-def test_autocast_does_not_round_phi() -> None:
-    model = nn.Sequential(nn.LayerNorm(4))
-    adapter = attach_film(model, dim=2)
-    adapter.set_phi(torch.tensor([0.123456, 1.234567]))
-    x = rand(5, 4, dtype=torch.float32)
-    expected = model(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x), expected)  # LayerNorm computes in float32
-
-
 # --- Checkpoints -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mine", [Outputs(scale=2.0), Outputs(temperature=True), Outputs("0"), None])
-def test_checkpoint_of_other_outputs_is_refused(mine: Outputs | None) -> None:
-    """Each has four coordinates in all; only what the last of them mean differs."""
-
-    def attached(outputs: Outputs | None) -> Adapter:
-        model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
-        own = 4 if outputs is None else 4 - 3 - outputs.temperature
-        return attach_film(model, "1", dim=own, outputs=outputs) if own else attach_outputs(model, outputs)
-
-    theirs = attached(Outputs()).model.state_dict()
-    attached(Outputs()).model.load_state_dict(theirs)
-    assert_refused(lambda: attached(mine).model.load_state_dict(theirs), RuntimeError, "differs", "outputs", "seed")
-
-
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("other", [{"seed": 1}, {"layers": "1"}])
-def test_checkpoint_of_another_adapter_is_refused(
-    tuned: Callable[..., Adapter], other: dict[str, Any], strict: bool
-) -> None:
-    mine, theirs = tuned(), tuned(**other).model.state_dict()
+def test_checkpoint_of_another_seed_is_refused(tuned: Callable[..., Adapter], strict: bool) -> None:
+    mine, theirs = tuned(), tuned(seed=1).model.state_dict()
     phi = mine.phi.detach().clone()
     assert_refused(lambda: mine.model.load_state_dict(theirs, strict=strict), RuntimeError, "seed")
     assert torch.equal(mine.phi, phi)

@@ -1,4 +1,4 @@
-"""Models cut in two before phi: both parts together are the whole, and what can't be cut is refused."""
+"""Models cut in two before phi: both parts together are the whole."""
 
 import copy
 import pickle
@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.before_phi import cut_before_phi
 from metricopt_ext.adapters.sequence import attributes_of, cut_at, modules_of, run
-from metricopt_ext.errors import AdapterError
 
 
 class Block(nn.Module):
@@ -69,23 +67,6 @@ def test_both_parts_are_the_whole(first: str) -> None:
     assert modules_of(cut.after)[-1] == "head"
     assert attributes_of(cut.before) == ("shift",)
     assert attributes_of(cut.after) == ()
-
-
-@pytest.mark.parametrize(
-    ("make", "first", "names"),
-    [
-        (net, "stemm", ("stemm",)),
-        (net, "unused", ("Net", "unused")),
-        (net, "stem", ("stem",)),
-        (net, "blocks.1.last", ("blocks.1.last",)),
-        (Branches, "body", ("Branches",)),
-    ],
-)
-def test_what_can_not_be_cut_is_refused(make: Any, first: str, names: tuple[str, ...]) -> None:
-    model = make()
-    before = {name: each.training for name, each in model.named_modules()}
-    assert_refused(lambda: cut_at(model, first), AdapterError, *names)
-    assert before == {name: each.training for name, each in model.named_modules()}
 
 
 # --- Before phi ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Signatures: what a phi means, so that nothing that was learned for one adapter is used with another."""
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter, signature_of
@@ -24,13 +22,6 @@ def test_it_says_all_that_phi_depends_on(cnn: Callable[[], nn.Sequential]) -> No
     assert both.signature == Signature("film", ("1", "6"), (4, 5), 0, 9, GENERATOR, Outputs("6", 2.0, True))
     alone = attach_outputs(cnn())
     assert alone.signature == Signature("outputs", ("6",), (5,), 0, 5, GENERATOR, Outputs("6"))
-
-
-@pytest.mark.parametrize("outputs", [None, Outputs("6", 2.5, True)])
-def test_json_roundtrip(cnn: Callable[[], nn.Sequential], outputs: Outputs | None) -> None:
-    signature = attach_film(cnn(), "1", dim=3, outputs=outputs).signature
-    assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
-    assert Signature.from_json(None) is None
 
 
 def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a start replaces in a model: every bit of it comes back, through copies and casts; lines of starts."""
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
@@ -98,15 +96,7 @@ def test_a_start_is_in_the_model_s_own_tensors(adapter: Adapter) -> None:
     assert_same(beyond(adapter), expected_with(start()))
 
 
-def by_pickle(model: nn.Module) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "pickle of a deepcopy": lambda model: by_pickle(copy.deepcopy(model)),
     "double": lambda model: model.double(),
     "half and back": lambda model: model.half().float(),
     "a copy in bfloat16": lambda model: copy.deepcopy(model).bfloat16(),
@@ -162,13 +152,11 @@ MEAN = {"norm.running_mean": torch.ones(4)}
     ("wrong", "names"),
     [
         (Start(torch.tensor([0, math.inf, 0]), MEAN), ("phi", "inf")),
-        (Start(torch.zeros(3), {**MEAN, "norm.mean": torch.ones(4)}), ("norm.mean",)),
         (Start(torch.zeros(3), MEAN, MEAN), ("norm.running_mean",)),
         (Start(torch.zeros(3), {**MEAN, "scratch": torch.ones(2)}), ("scratch",)),
         (Start(torch.zeros(3), MEAN, {"metricopt.phi": torch.ones(3)}), ("metricopt.phi",)),
         (Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(1)}), ("head.bias", "(5,)")),
         (Start(torch.zeros(3), MEAN, {"head.bias": torch.ones(5).double()}), ("head.bias", "torch.float32")),
-        (Start(torch.zeros(3), MEAN, {"head.bias": [1.0] * 5}), ("head.bias",)),  # type: ignore[dict-item]
         (
             Start(torch.zeros(3), MEAN, {"head.weight": torch.ones(5, 4), "embedding.weight": torch.zeros(5, 4)}),
             ("embedding.weight",),
@@ -193,9 +181,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         ({"parameters.head.bias": torch.ones(10**6)}, AdapterError, ("head.bias", "(1000000,)")),
         ({"phi": torch.tensor([0, math.nan, 0])}, AdapterError, ("phi",)),
         ({"phi": torch.zeros(3).long()}, FileFormatError, ("phi", "torch.int64")),
-        ({"matrices.norm.A": torch.zeros(4, 3).bool()}, FileFormatError, ("matrices.norm.A", "torch.bool")),
-        ({"extra": torch.ones(1)}, FileFormatError, ("extra",)),
-        ({"parameters." + "x" * 5000: torch.ones(1)}, AdapterError, ("head.bias",)),
     ],
 )
 def test_a_file_that_does_not_fit_changes_nothing(
@@ -212,33 +197,6 @@ def test_a_file_that_does_not_fit_changes_nothing(
         assert_refused(lambda load=load: load(path), error, *names)
         assert_same(bits(model), before)
     assert [set(vars(module)) for module in bare.modules()] == [set(vars(module)) for module in Net().modules()]
-
-
-# --- Hosts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapper", ["compiled", "distributed"])
-def test_optimizers_and_wrappers_keep_their_tensors(wrapper: str, adapter: Adapter, tmp_path: Path) -> None:
-    if wrapper == "compiled":
-        wrapped: Any = torch.compile(adapter.model, backend="eager")
-    else:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-        wrapped = nn.parallel.DistributedDataParallel(adapter.model)
-    try:
-        finite = Start(rand32(3), {"norm.running_mean": rand32(4, seed=2)}, start().parameters)
-        before = wrapped(X).detach()
-        optimizer = torch.optim.SGD(adapter.parameters(), 0.1)
-        adapter.apply(finite)
-        assert torch.equal(wrapped(X), adapter.model(X))
-        assert not torch.allclose(wrapped(X), before)
-        wrapped(X).square().sum().backward()
-        optimizer.step()
-        assert not torch.equal(adapter.phi, finite.phi)
-        adapter.apply(Start(torch.zeros(3)))
-        assert torch.equal(wrapped(X), before)
-    finally:
-        if wrapper == "distributed":
-            dist.destroy_process_group()
 
 
 # --- Starts and lines ----------------------------------------------------------------------------------------------
@@ -275,13 +233,10 @@ def drawn_anew(t: float, rng: torch.Generator = torch.Generator().manual_seed(0)
         (lambda: StartLine(drawn_anew, 1.0, 1.0), ValueError, ("1.0",)),
         (lambda: StartLine(drawn_anew, 0.0, math.inf), ValueError, ("high", "inf")),
         (lambda: StartLine(drawn_anew, 0.0, 1.0, (0.5, 2.0)), ValueError, ("2.0", "0.0", "1.0")),
-        (lambda: StartLine(drawn_anew, 0.0, 1.0, 0.5), ValueError, ("first", "0.5")),
         (lambda: StartLine(Start(torch.zeros(2)), 0.0, 1.0), TypeError, ("Start",)),
         (lambda: StartLine(drawn_anew, 0.0, 1.0).check(), AdapterError, ("at(0.0)",)),
         (lambda: StartLine(lambda t: t, 0.0, 1.0).check(), AdapterError, ("at(0.0)", "Start")),
-        (lambda: Start([0.0, 1.0]), TypeError, ("phi", "0.0", "1.0")),
         (lambda: Start(torch.tensor([True])), TypeError, ("phi",)),
-        (lambda: Start(torch.zeros(2), [torch.ones(3)]), TypeError, ("buffers",)),
     ],
 )
 def test_what_is_no_start_or_line_is_refused(
