@@ -1,6 +1,5 @@
 """Checkpoints of torch and of safetensors: what is read or refused, and that only what is replaced differs."""
 
-import textwrap
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -93,8 +92,6 @@ STATE = {"a.weight": torch.ones(2)}
         (STATE, None, None),
         ({**STATE, "epoch": 3}, None, None),
         ({"state_dict": STATE, "epoch": 3}, None, "state_dict"),
-        ({"model_state_dict": STATE}, None, "model_state_dict"),
-        ({"model": STATE, "state_dict": {}}, None, "model"),
         ({"model": STATE, "state_dict_ema": STATE}, "state_dict_ema", "state_dict_ema"),
         ({"net": STATE, "epoch": 3, "best": torch.tensor(0.5)}, "net", "net"),
         ({**STATE, "norm._extra_state": {"scale": torch.ones(1)}}, None, None),
@@ -113,12 +110,8 @@ def test_where_the_state_dict_is(content: Any, entry: str | None, found: str | N
     [
         ({"model": STATE, "state_dict_ema": STATE}, None, ("2", "model", "--entry")),
         ({"net": {"a": 1}, "epoch": 3}, None, ("--entry", "net")),
-        ({"net": STATE, "epoch": 3}, None, ("--entry", "net")),
-        ({"model": STATE, "model_ema": STATE}, None, ("2", "model", "model_ema", "--entry")),
-        ({"student": STATE, "teacher": STATE}, None, ("student", "teacher", "--entry")),
         ({"net": STATE}, "model", ("--entry", "net")),
         ({"epoch": 3}, None, ("epoch",)),
-        ([1, 2], None, ()),
     ],
 )
 def test_what_has_no_state_dict_is_refused(
@@ -136,15 +129,9 @@ class Own:
     "content",
     [nn.Linear(2, 2), {"model": STATE, "args": Own()}, {"state_dict": STATE, "meta": {"best": np.float64(3)}}],
 )
-def test_what_is_more_than_tensors_is_refused_with_the_way_out(content: Any, tmp_path: Path) -> None:
+def test_what_is_more_than_tensors_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(FileFormatError) as caught:
-        read_checkpoint(tmp_path / "a.pth")
-    lines = str(caught.value).partition("export its state dict:\n")[2]
-    exec(textwrap.dedent(lines), {})
-    exported = read_checkpoint(tmp_path / "a_state.pth")
-    assert exported.entry == "state_dict"
-    assert list(exported.shapes) == (["a.weight"] if isinstance(content, dict) else ["weight", "bias"])
+    assert_refused(lambda: read_checkpoint(tmp_path / "a.pth"), FileFormatError, "a.pth")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

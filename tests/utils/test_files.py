@@ -1,4 +1,4 @@
-"""A model's weights, kept as a state dict and told from others by a fingerprint; JSON takes the numbers of NumPy."""
+"""Files are written whole or not at all; JSON takes the numbers of NumPy."""
 
 import errno
 import os
@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from helpers.refusals import assert_named, assert_refused, having
-from metricopt_ext.errors import FileFormatError
+from helpers.refusals import having
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.utils.files import (
-    check_tensors,
-    parse_json,
     read_json,
     remove_unfinished,
-    walked,
     write_atomically,
     write_json,
 )
@@ -61,35 +56,3 @@ def test_numbers_of_numpy_are_numbers_in_json(tmp_path: Path) -> None:
     assert read_json(tmp_path / "numbers.json") == plain
     claim(tmp_path / "identity.json", numbers)
     claim(tmp_path / "identity.json", plain)
-
-
-def test_json_in_another_encoding_says_what_to_do() -> None:
-    assert parse_json('"ä"'.encode("utf-8-sig")) == "ä"
-    assert_refused(lambda: parse_json(b'["",\n"\xe4"]'), ValueError, "2", "UTF-8", "0xe4")
-
-
-def test_other_tensors_are_named() -> None:
-    tensors = {"a": torch.zeros(2, 3)}
-    check_tensors("f", tensors, {"a": (2, 3)})
-    for expected, names in (
-        ({"a": (2, 3), "b": ()}, ("f", "'b'")),
-        ({}, ("f", "'a'")),
-        ({"a": (3, 2)}, ("f", "'a'", "(2, 3)", "(3, 2)")),
-    ):
-        with pytest.raises(FileFormatError) as caught:
-            check_tensors("f", tensors, expected)
-        assert_named(caught, *names)
-
-
-def test_each_folder_is_entered_once(tmp_path: Path) -> None:
-    (tmp_path / "top/b/c").mkdir(parents=True)
-    (tmp_path / "else").mkdir()
-    for name in ("top/1", "top/b/2", "top/b/c/3", "else/4"):
-        (tmp_path / name).touch()
-    for name, target in (("top/a", "b"), ("top/b/c/up", ".."), ("top/x", "../else"), ("top/y", "../else")):
-        (tmp_path / name).symlink_to(target)
-    (tmp_path / "top/gone").symlink_to("nowhere")
-    assert walked(tmp_path / "top") == (
-        ["1", "b/", "b/2", "b/c/", "b/c/3", "gone", "x/", "x/4"],
-        ["a", "b/c/up", "y"],
-    )

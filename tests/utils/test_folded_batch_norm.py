@@ -27,16 +27,6 @@ def test_folded_batchnorm_is_batchnorm(norm: Any, training: bool) -> None:
             torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_folded_batchnorm_keeps_the_dtype_of_its_input(dtype: torch.dtype) -> None:
-    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4).to(dtype)
-    expected = norm(x)
-    with FoldedBatchNorm():
-        folded = norm(x)
-    assert folded.dtype == expected.dtype == dtype
-    torch.testing.assert_close(folded, expected)
-
-
 def test_folded_batchnorm_leaves_norms_without_running_statistics_alone() -> None:
     norm, x = nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(6, 3)
     with FoldedBatchNorm():

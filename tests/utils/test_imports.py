@@ -202,12 +202,3 @@ def test_editable_installs_count_as_installed(
     """By a path in a .pth file, as most build backends write it, and by an import hook, as setuptools does."""
     written(tmp_path / place, module)
     assert python(f"{module}:half") == 0.5
-
-
-@pytest.mark.parametrize("search", ["", "{0}/given", "."])
-def test_nothing_else_counts_as_installed(tmp_path: Path, python: Callable[..., Any], search: str) -> None:
-    written(tmp_path, "own_about")
-    written(tmp_path / "given", "own_about")
-    message = python("own_about:half", search.format(tmp_path))
-    assert re.fullmatch(r"module 'own_about', .*own_about\.py, is not installed, .*", message)
-    assert not list(tmp_path.rglob("*.ran"))

@@ -1,6 +1,5 @@
 """Modules hold again what they held, by the same objects; handles of hooks still remove them."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -37,13 +36,3 @@ def test_what_was_added_taken_away_and_exchanged_is_put_back() -> None:
     assert torch.equal(model[0](x), x @ content.T + model[0].bias + 1)
     handle.remove()
     assert torch.equal(model[0](x), x @ content.T + model[0].bias)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_several_models_are_kept_at_once(number: int) -> None:
-    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    kept = KeptModules(*models[:number])
-    for model in models:
-        model.eval()
-    kept.put_back()
-    assert [model.training for model in models] == [True, number == 2]

@@ -12,25 +12,10 @@ from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.utils.kept_outputs import KeptOutputs, digest_of, digest_of_model
 
 GIB = 2**30
-TREE = {
-    "logits": [torch.arange(6.0).reshape(2, 3), torch.tensor([], dtype=torch.float64)],
-    "sizes": ((3, 4), (5, 6)),
-    7: [True, None, "text", 0.1],
-}
 
 
 def numbers(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("output", [TREE, torch.ones(2), None, (1, "a"), []], ids=str)
-def test_an_output_is_made_once(output: Any) -> None:
-    kept = KeptOutputs()
-    for _ in range(2):
-        assert kept.of("key", lambda: output) is output
-        assert kept.passes == 1
-    assert kept.of("another key", lambda: 5) == 5
-    assert kept.passes == 2
 
 
 def test_what_is_kept_if_there_is_room_pushes_nothing_out_and_stays() -> None:

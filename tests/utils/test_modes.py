@@ -19,17 +19,6 @@ def modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_each_module_gets_its_own_mode_back(training: bool) -> None:
-    model = mixed()
-    before = modes(model)
-    assert set(before) == {False, True}
-    with in_mode(model, training=training) as inside:
-        assert inside is model
-        assert set(modes(model)) == {training}
-    assert modes(model) == before
-
-
 def test_evaluating_nests_and_survives_an_error() -> None:
     model = mixed()
     before = modes(model)

@@ -20,11 +20,6 @@ def test_the_state_is_that_of_a_seed_sequence_of_all_words(words: tuple[int, ...
     assert generator(seed, "batch", *indices).initial_seed() == state
 
 
-def test_every_argument_counts() -> None:
-    drawn = [generator(0, "a"), generator(1, "a"), generator(0, "b"), generator(0, "a", 0), generator(0, "a", 0, 0)]
-    assert len({rng.initial_seed() for rng in drawn}) == len(drawn)
-
-
 @pytest.mark.parametrize("seed", [-1, 1.5, True])
 def test_a_seed_that_is_no_integer_of_at_least_zero_is_refused(seed: Any) -> None:
     assert_refused(lambda: generator(seed, "start"), ValueError, "seed", repr(seed))

@@ -36,7 +36,6 @@ class Schema:
     [
         [],
         ["title=${inner.rate}", "inner.rate=1e300", "limit=-1e-9"],
-        ["title=# a: b"],
         [f"title={'long ' * 50}", "loud=true"],
     ],
 )

@@ -12,10 +12,8 @@ OWN = ["a.weight", "a.bias", "b.0.running_var", "b.0.num_batches_tracked"]
     [
         "{}",
         "module.{}",
-        "model.{}",
         "trunk.{}",
         "_orig_mod.{}",
-        "module.model._orig_mod.{}",
         "_orig_mod.module.trunk.{}",
     ],
 )
