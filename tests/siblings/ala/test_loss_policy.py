@@ -1,19 +1,17 @@
-"""The controller: its states, REINFORCE against hand computations, and its file."""
+"""The controller: its states, and REINFORCE against hand computations."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.siblings.ala.adaptive_losses import AdaptiveLoss, ClassCorrelation
+from metricopt_ext.siblings.ala.adaptive_losses import AdaptiveLoss
 from metricopt_ext.siblings.ala.loss_policy import (
     Episode,
     LossPolicy,
     Reinforce,
     States,
-    load_loss_policy,
     reinforce_loss,
 )
 from metricopt_ext.utils.seeding import generator
@@ -118,19 +116,3 @@ def test_states_are_what_section_3_2_lists() -> None:
     )
     assert found[3][1].tolist() == pytest.approx([0, 0, 0, 0, -0.2, 0.75, 0, 1])
     assert found[0].shape[1] == LossPolicy.of(Plain(), history=3).inputs
-
-
-def test_a_file_gives_back_the_same_policy_bit_for_bit_for_any_number_of_classes(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    made = LossPolicy.of(ClassCorrelation(10), history=4)
-    made.save(tmp_path / "policy.safetensors")
-    again = load_loss_policy(tmp_path / "policy.safetensors")
-    assert [getattr(again, name) for name in ("family", "observed", "kinds", "history")] == ["classes", 2, 0, 4]
-    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))
-    loss = ClassCorrelation(37)
-    statistics = torch.rand(len(loss.initial()), 2, generator=torch.Generator().manual_seed(0))
-    s = States(loss, 4, 0.9).observe(statistics, loss.initial(), 0.0)
-    assert s.shape == (37 * 36 // 2, again.inputs)
-    assert torch.equal(again(s), made(s))
-    # All pairs share the policy: what it does with a pair does not depend on the others.
-    assert torch.allclose(again(s[5:6]), again(s)[5:6], atol=1e-6)

@@ -14,7 +14,6 @@ from metricopt_ext.siblings.reloss.ranked_batches import (
     STREAM,
     BatchSource,
     RandomOutputs,
-    RankedBatches,
     slope_in_logits,
     true_class_log_probability,
 )
@@ -103,13 +102,3 @@ def test_each_batch_is_of_its_generator_and_has_its_cost(
         assert torch.allclose(slopes[row], slope_in_logits(scores, labels))
         decided = (scores > 0).long() if outputs == 1 else scores.argmax(1)
         assert float(costs[row]) == pytest.approx(float((decided != labels).double().mean()))
-
-
-def test_a_split_keeps_the_order() -> None:
-    batches = RankedBatches(torch.arange(6.0).reshape(3, 2), -torch.arange(6.0).reshape(3, 2), torch.arange(3.0))
-    first, rest = batches.split(2)
-    assert (first.costs.tolist(), rest.costs.tolist()) == ([0, 1], [2])
-    assert torch.equal(rest.probabilities, torch.tensor([[4.0, 5.0]]))
-    assert torch.equal(first.slopes, -first.probabilities)
-    assert batches.take(torch.tensor([2, 0])).costs.tolist() == [2, 0]
-    assert len(batches.split(9)[0].costs) == 3

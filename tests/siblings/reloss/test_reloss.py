@@ -7,12 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.siblings.checkpoints import Checkpoints
-from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
-from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, RelationalTraining
+from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.training import TrainingTask
 
@@ -63,22 +59,3 @@ def test_a_loss_that_was_learned_before_costs_nothing_and_stays(training_task: C
         assert result.product is not begin
         for (name, a), b in zip(begin.state_dict().items(), result.product.state_dict().values(), strict=True):
             assert torch.equal(a, b), name
-
-
-def test_what_it_learns_is_in_its_history(training_task: Callable[..., TrainingTask]) -> None:
-    method = ReLoss(
-        source=BatchSource(12, 4, checkpoints=Checkpoints(3, count=2)),
-        training=RelationalTraining(4, batches=6, checks=2),
-        steps=2,
-    )
-    history = method.train(training_task("model")).history
-    assert [step for step, _ in history["spearman"]] == [1, 3]
-    assert all(-1 <= value <= 1 for _, value in history["spearman"])
-    assert set(history) == {"spearman", "objective", "penalty", "loss"}
-
-
-def test_a_loss_of_another_metric_is_refused_before_any_query(
-    training_task: Callable[..., TrainingTask], calls: Any
-) -> None:
-    assert_refused(lambda: ReLoss(begin=RelationalLoss("f1")).train(training_task()), ConfigError, "'f1'", "mcr")
-    assert (calls.metric, calls.batch_metric) == (0, 0)
