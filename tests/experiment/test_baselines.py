@@ -13,7 +13,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.experiment.baselines import along_path, at_each_budget, metricopt, searching, usual_baselines
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import METHODS, Baseline, Started
+from metricopt_ext.experiment.method import Baseline, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.pipeline import optimize_metric
@@ -150,29 +150,6 @@ def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any
 
     with pytest.raises(BudgetError):
         run(along_path(asking), task)
-
-
-def test_baselines_are_in_the_methods_table_and_say_what_they_need() -> None:
-    baselines = usual_baselines(RunConfig())
-    assert set(baselines) <= set(METHODS)
-    assert {name for name, each in baselines.items() if each.anytime} == {
-        *("random_search", "noisy_ei", "optuna_tpe", "optuna_gp", "settings+phi", "metricopt")
-    }
-    assert {name: each.least(32) for name, each in baselines.items()} == {
-        "loss_finetune_best": 2,
-        "guided_es": 14,
-        "cma_es": 16,
-        "random_search": 2,
-        "ngopt": 2,
-        "noisy_ei": 9,
-        "optuna_tpe": 2,
-        "optuna_gp": 2,
-        "metricopt": 9,
-        "settings_free": 0,
-        "settings_lines": 0,
-        "settings": 0,
-        "settings+phi": 9,
-    }
 
 
 def moved_by(quadratic: Callable[..., Any]) -> tuple[Any, Settings]:

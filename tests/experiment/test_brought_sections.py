@@ -14,11 +14,7 @@ from metricopt_ext.utils.config import load_config
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.name=best"], "method.name='best': it must be one of"),
-        (["method=recipe"], "method=recipe: method is 'recipe'; it"),
-        (["methods=recipe"], "methods=recipe: "),
         (["method.evals=3"], "paper; this run has method.name=search"),
-        (["method.rounds=3"], "key of method.name=recipe; this run has"),
         (
             ["method.name=paper", "method.rounds=4"],
             "key of method.name=recipe; this run has",

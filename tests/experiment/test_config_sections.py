@@ -15,9 +15,7 @@ from metricopt_ext.experiment.config_sections import ShiftConfig, TrainingConfig
     ("settings", "names"),
     [
         ({"epochs": 0}, ("model.epochs=0", "1")),
-        ({"lr": 0.0}, ("lr", "0.0")),
         ({"lr": math.nan}, ("model", "nan")),
-        ({"lr": math.inf}, ("model", "inf")),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:

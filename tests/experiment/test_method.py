@@ -7,26 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method import (
-    METHODS,
     Baseline,
     Meter,
     Planned,
     Reached,
     Started,
-    check_known,
 )
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
-
-
-def test_unknown_methods_are_refused_by_name() -> None:
-    check_known(METHODS)
-    assert_refused(lambda: check_known(["metricopt", "tresholds"]), ConfigError, "tresholds")
 
 
 def test_a_meter_counts_from_where_it_was_made(quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_named
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
@@ -45,16 +45,6 @@ def test_learners_are_chosen_by_name() -> None:
     for wrong in (["forest"], []):
         with pytest.raises(ConfigError):
             RecipeConfig(learners=wrong).build(FinetuneConfig())
-
-
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("method.evals=99", ("method", "evals", "99")),
-    ],
-)
-def test_a_recipe_out_of_range_is_refused(override: str, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: load_config(RunConfig, None, ["method.name=recipe", override]).check(), ConfigError, *names)
 
 
 NAMES = {"data": {"name": "x"}, "model": {"name": "x"}}

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.refusals import assert_refused
-from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.page import Code, Figure, Folded, Page, Part, Points, Section, Table, Text
 from metricopt_ext.experiment.style import new_figure, save_figure
 
@@ -54,10 +52,3 @@ def test_nothing_is_loaded_and_nothing_runs(html: Callable, picture: Path) -> No
     seen.check()
     policy = next(attributes["content"] for name, attributes in seen.elements if "http-equiv" in attributes)
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-def test_a_picture_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.png").write_text("no picture of any kind")
-    assert_refused(
-        lambda: page(Figure(tmp_path / "text.png", "a", "b")).html(), FileFormatError, "text.png", "ValueError", "PNG"
-    )

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import MetricError
-from metricopt_ext.experiment.passes import Noticing, Passes, counting, noticing, passes_of, queries_cost
+from metricopt_ext.experiment.passes import Noticing, Passes, noticing, passes_of, queries_cost
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -37,14 +36,6 @@ def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: C
     still.costs_at(points, "search")
     assert still.metric.ledger.spent == 3
     assert passes_of(still) == queries_cost(still, 2) == Passes()
-
-
-def test_a_task_that_counts_has_all_that_the_task_has(quadratic: Callable[..., Any]) -> None:
-    task = replace(quadratic(), population=2)
-    for counted in (counting(task), noticing(task)):
-        own, others = vars(task), vars(counted)
-        assert own.keys() == others.keys() - {"losses"}
-        assert all(others[name] is own[name] for name in own.keys() - {"metric"})
 
 
 def test_it_does_not_matter_which_model_runs(running: FinetuneTask) -> None:
@@ -92,11 +83,3 @@ def test_losses_with_their_gradients_count_for_each_phi(quadratic: Callable[...,
     assert passes_of(task) == Passes(loss=7)
     assert before == Passes()
     assert passes_of(noticing(task)) == Passes()
-
-
-def test_a_task_that_counts_computes_what_it_did(quadratic: Callable[..., Any]) -> None:
-    task, phi = quadratic(), torch.ones(3, 4, dtype=torch.float64)
-    for found, expected in zip(
-        counting(task).loss_and_gradient(phi, 0, range(3), 1), task.loss_and_gradient(phi, 0, range(3), 1), strict=True
-    ):
-        assert torch.equal(found, expected)

@@ -14,7 +14,7 @@ import torch
 
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.report import Report
-from metricopt_ext.experiment.report_text import markdown, print_report, write
+from metricopt_ext.experiment.report_text import markdown, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,6 @@ def test_a_gain_is_positive_where_metricopt_is_better(report: Callable[..., Repo
     [
         ([0.1, 0.12, 0.11], "a gain"),
         ([-0.1, -0.12, -0.11], "a loss"),
-        ([0.1, -0.1, 0.05], "no gain shown"),
         ([0.2, 0.1, -0.02], "no gain shown"),
         ([0.0, 0.0, 0.0], "no gain shown"),
     ],
@@ -115,9 +114,7 @@ def elsewhere(made: Report, holding: list[int | None]) -> Report:
 ECE = {"validation": (0.02, 0.04), "test": (0.03, 0.05)}
 
 
-def test_other_quantities_stand_beside_the_gain(
-    report: Callable[..., Report], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_quantities_stand_beside_the_gain(report: Callable[..., Report]) -> None:
     made = elsewhere(report(), [None, None, None])
     content = made.to_json()
     assert content["also"]["recall[a]"] == {
@@ -125,10 +122,4 @@ def test_other_quantities_stand_beside_the_gain(
         "test": {"before": [0.4] * 3, "after": [0.3] * 3},
     }
     assert content["holding"] == [None] * 3
-    row = ["recall[a]", "0.5000 ±0.0000 → 0.7000 ±0.1000", "0.4000 ±0.0000 → 0.3000 ±0.0000", ""]
-    assert made.elsewhere()[0] == row
-    assert "| recall\\[a\\] |" in markdown(made) or "| recall[a] |" in markdown(made)
-    assert "What it cost elsewhere" in markdown(made)
-    print_report(made)
-    assert "What it cost elsewhere" in capsys.readouterr().out
     assert made.on_constraints() == []

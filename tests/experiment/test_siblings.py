@@ -35,10 +35,8 @@ def test_the_default_settings_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (SiblingsConfig(trains="theta"), ("siblings.trains='theta'",)),
         (SiblingsConfig(threshold_evals=-1), ("threshold_evals", "0")),
         (SiblingsConfig(sl={"universal": {"steps": 0}}), ("siblings.sl", "0", "1")),
-        (SiblingsConfig(sl={"iteratons": 4}), ("siblings.sl", "'iteratons'", "iterations")),
         (SiblingsConfig(reloss={"source": {"random": 2.0}}), ("siblings.reloss", "2.0", "1")),
     ],
 )
@@ -51,7 +49,6 @@ def test_settings_out_of_range_are_refused_before_any_work(config: SiblingsConfi
     [
         (SiblingsConfig(sl={"begin": "x"}), ["sl_s"], ("siblings.sl.begin=x", "sl_u", "sl_r", "methods")),
         (SiblingsConfig(ala={"offset": 5.0}), ["ala"], ("siblings.ala.offset=5.0", "ala_focal")),
-        (EmbedderSiblingsConfig(ala={"link": "none"}), ["ala_focal"], ("siblings.ala.link=none",)),
     ],
 )
 def test_a_key_that_no_chosen_method_reads_is_refused(

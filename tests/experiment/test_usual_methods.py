@@ -11,7 +11,7 @@ import torch
 from helpers.inference import put_into
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError, ConfigError
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.experiment.baselines import at_each_budget, searching
 from metricopt_ext.experiment.brought_sections import bring_sections
 from metricopt_ext.experiment.compare import judge
@@ -158,17 +158,9 @@ def test_too_little_is_refused_before_any_work() -> None:
         "16",
         "queries",
     )
-    assert_refused(lambda: RunConfig(methods=["learned"]).check(), ConfigError, "methods", "metricopt_learned")
     assert_refused(
         lambda: RunConfig(finetune=FINETUNE, queries=6, paper=PAPER, methods=["metricopt_paper"], starts=[]).check(),
         BudgetError,
         "6",
         "queries",
-    )
-    assert_refused(
-        lambda: RunConfig(learned=LearnedConfig(tasks=0), methods=CONFIG.methods).check(),
-        ConfigError,
-        "learned",
-        "tasks",
-        "1",
     )
