@@ -7,23 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.refusals import assert_named, assert_refused, having
+from helpers.refusals import assert_refused
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.config import DetectionConfig, VOCConfig
 from metricopt_ext.detection.data import load_splits
-from metricopt_ext.detection.metric import truth_of
-from metricopt_ext.detection.records import Annotated, Detections
+from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import DataError
 
 CLASSES = ("cat", "dog")
-VOC = ("voc_11_point", "voc")
-
-
 def examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
     """Make blank images with two objects each, one of either class."""
     rng = torch.Generator().manual_seed(seed)
@@ -81,32 +76,3 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     assert_refused(
         lambda: load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path), DataError, "more", "data.classes"
     )
-
-
-def test_boxes_outside_their_images_are_counted_once_and_a_train_set_needs_others(tmp_path: Path) -> None:
-    inner, outer = examples(4), examples(4)
-    for example in outer:
-        example.truth.boxes[0] += 40
-    for name, some in (("some", [*inner[:2], *outer[2:]]), ("all", outer)):
-        write_voc(tmp_path / name, some, CLASSES, "trainval")
-        write_voc(tmp_path / name, examples(2, "b"), CLASSES, "test")
-    with pytest.warns(UserWarning, match="outside") as caught:
-        splits = load_splits(config_of(tmp_path / "some", splits=["trainval", "test", "test"]), 0, tmp_path)
-    said, copied = (str(each.message) for each in caught)
-    assert "2 images in two parts, by content" in copied  # test is validation too
-    assert "2 outside the image, left out of training (a2.xml, a3.xml)" in said
-    assert [len(each.truth.boxes) for each in splits.train] == [2] * 4
-    for example in outer:
-        example.truth.boxes[1] += 40
-    write_voc(tmp_path / "all", outer, CLASSES, "trainval")
-    with (
-        pytest.warns(UserWarning, match=having("8")),
-        pytest.raises(DataError) as caught,
-    ):
-        load_splits(config_of(tmp_path / "all", splits=["trainval", "test", "test"]), 0, tmp_path)
-    assert_named(caught, "4")
-    # They count where they are evaluated: what is nowhere is not found.
-    with pytest.warns(UserWarning, match="counts them as they are"):
-        judged = load_splits(config_of(tmp_path / "some", splits=["test", "trainval", "test"]), 0, tmp_path).validation
-    found = [Detections(each.truth.boxes[1:], torch.ones(1), each.truth.labels[1:]) for each in judged]
-    assert average_precision(found, truth_of(judged, CLASSES), "voc").per_class == {"cat": 0.0, "dog": 1.0}

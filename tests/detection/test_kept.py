@@ -84,19 +84,6 @@ def test_outputs_of_coco_are_read_and_trained_without_memory_and_with_it() -> No
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
-def test_an_image_is_computed_once_for_the_loss_and_once_for_detection() -> None:
-    toolkit, adapter = adapted()
-    model: Any = adapter.model
-    passes: list[int] = []
-    model.backbone.register_forward_hook(lambda *_: passes.append(1))
-    frozen = FrozenFeatures(toolkit, adapter)
-    for _ in range(2):
-        frozen.loss(model, SAME_SIZE)
-        frozen.detect(model, SAME_SIZE[:2])
-        frozen.detect(model, SAME_SIZE)
-    assert len(passes) == 2 * len(SAME_SIZE)
-
-
 @pytest.mark.parametrize("images", [0, 2])
 def test_what_does_not_fit_is_computed_each_time_to_the_same_numbers(images: int) -> None:
     toolkit, adapter = adapted()
@@ -130,25 +117,6 @@ def shift_batchnorm(model: Any) -> None:
     for name, buffer in model.backbone.named_buffers():
         if name.endswith("running_mean"):
             buffer.add_(0.3)
-
-
-def test_a_copy_with_other_statistics_has_a_memory_of_its_own() -> None:
-    """A search may begin from the same detector with its BatchNorm estimated anew."""
-    toolkit, adapter = adapted()
-    frozen = FrozenFeatures(toolkit, adapter)
-    before = frozen.detect(adapter.model, SAME_SIZE)
-    other: Any = copy.deepcopy(adapter.model)
-    shift_batchnorm(other)
-    passes: list[int] = []
-    other.backbone.register_forward_hook(lambda *_: passes.append(1))
-    for _ in range(2):
-        found = frozen.detect(other, SAME_SIZE)
-    assert len(passes) == len(SAME_SIZE)
-    for ours, theirs in zip(found, toolkit.detect(other, SAME_SIZE), strict=True):
-        assert_same(ours, theirs)
-    assert not torch.equal(found[0].scores, before[0].scores)
-    for ours, theirs in zip(frozen.detect(adapter.model, SAME_SIZE), before, strict=True):
-        assert torch.equal(ours.scores, theirs.scores)
 
 
 @pytest.mark.parametrize("use", ["detect", "loss"])

@@ -13,7 +13,6 @@ pytest.importorskip("torchvision")
 
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.data.halves import random_halves
-from metricopt_ext.data.rare import Rare
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.build import besides, build_metric, build_toolkit
 from metricopt_ext.detection.config import DetectionConfig, MetricConfig
@@ -22,7 +21,6 @@ from metricopt_ext.detection.metric import (
     OwnDetectionMetric,
     ap50_metric,
     detector_metric,
-    rare_images,
     truth_of,
 )
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
@@ -243,17 +241,3 @@ def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
         warnings.simplefilter("error")
         metric.evaluate(nn.Identity(), "test")
         ap50_metric(Crowding(), images, PETS, "voc").evaluate(nn.Identity(), "test")
-
-
-def test_types_of_images_are_those_with_a_counting_object_of_a_class() -> None:
-    def image(number: int, labels: list[int], difficult: bool = False) -> Annotated:
-        flags = torch.full((len(labels),), difficult)
-        boxes = torch.tensor([[0.0, 0.0, 5.0, 5.0]] * len(labels)).reshape(-1, 4)
-        nothing = torch.zeros(len(labels), dtype=torch.bool)
-        return Annotated(number, None, 9, 9, boxes, torch.tensor(labels, dtype=torch.int64), flags, nothing)  # type: ignore[arg-type]
-
-    images = [image(i, [0, 0, 1] if i < 10 else [0]) for i in range(12)]
-    images += [image(12, [2]), image(13, [2, 2], difficult=True), image(14, [])]
-    assert rare_images(DetectionSet(("cat", "dog", "emu", "fox"), images)) == Rare(
-        "image type", 4, 2, {"fox": 0, "emu": 1}
-    )

@@ -157,27 +157,13 @@ def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(toolkit_of: 
 @pytest.mark.parametrize(
     ("found", "losses", "names"),
     [
-        (torch.zeros(2, 4), {}, ("2",)),
-        ([found_of(1)], {}, ("1",)),
         ([{"boxes": torch.zeros(0, 4)}] * 2, {}, ("boxes",)),
-        ([{**found_of(1), "boxes": torch.zeros(4)}] * 2, {}, ("(4,)", "(1,)")),
         ([{**found_of(1), "labels": torch.zeros(1)}] * 2, {}, ("labels", "torch.float32")),
-        (GOOD, torch.zeros(()), ()),
         (GOOD, {"box": torch.zeros(2)}, ("box",)),
     ],
 )
 def test_another_interface_is_refused(toolkit_of: Any, found: Any, losses: Any, names: tuple[str, ...]) -> None:
     assert_refused(lambda: toolkit_of(Plain(found, losses)).build(2, seed=0), ConfigError, *names)
-
-
-def test_a_classifier_is_refused(toolkit_of: Any) -> None:
-    assert_refused(
-        lambda: toolkit_of(nn.Conv2d(3, 2, 1)).build(2, seed=0),
-        ConfigError,
-        "model.name=mine:net",
-        "TypeError",
-        "conv2d",
-    )
 
 
 def test_labels_of_no_class_are_refused_and_the_background_is_left_out_with_a_warning(toolkit_of: Any) -> None:

@@ -12,9 +12,8 @@ pytest.importorskip("PIL")
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from helpers.boxes import naive_iou
 from metricopt_ext.detection import pictures
-from metricopt_ext.detection.pictures import box_iou, plot_detections
+from metricopt_ext.detection.pictures import plot_detections
 from metricopt_ext.detection.records import Annotated, Detections
 from metricopt_ext.detection.toolkit import Example
 
@@ -32,16 +31,6 @@ def annotated(boxes: Any, labels: Any = None, difficult: Any = None, crowd: Any 
         difficult=none if difficult is None else torch.as_tensor(difficult),
         crowd=none if crowd is None else torch.as_tensor(crowd),
     )
-
-
-def test_iou_equals_a_naive_loop() -> None:
-    rng = torch.Generator().manual_seed(0)
-    corners = [torch.randint(0, 60, (count, 2), generator=rng) for count in (20, 30)]
-    a, b = (torch.cat([each, each + torch.randint(5, 40, each.shape, generator=rng)], 1).float() for each in corners)
-    expected = [[naive_iou(one, other) for other in b.tolist()] for one in a.tolist()]
-    torch.testing.assert_close(box_iou(a, b), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
-    flat = torch.tensor([[5.0, 5.0, 5.0, 9.0]])
-    assert box_iou(flat, flat).tolist() == [[0]]
 
 
 A, B, C, FAR = [10, 10, 30, 30], [50, 40, 90, 70], [60, 5, 80, 25], [0, 50, 9, 79]

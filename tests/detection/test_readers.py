@@ -23,11 +23,11 @@ from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import read_coco, read_detections, write_coco, write_detections
 from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import load_splits
-from metricopt_ext.detection.layouts import part_at, part_in, part_of
+from metricopt_ext.detection.layouts import part_at, part_of
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, inside
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
-from metricopt_ext.detection.yolo import read_yolo, read_yolo_file, yolo_file
+from metricopt_ext.detection.yolo import read_yolo
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.config import load_config
 from testers.loader import (
@@ -132,7 +132,6 @@ class TestCoco(DetectionLoader):
         ("no categories", json_changed(lambda content: content.pop("categories")), ["categories"]),
         ("an unknown category", first("annotations", category_id=999), ["0", "category_id", "999"]),
         ("a box of three numbers", first("annotations", bbox=[1, 2, 3]), ["0", "bbox"]),
-        ("a box that is none", first("annotations", bbox=[1, 2, 3, None]), ["0", "bbox"]),
         ("boxes of another mode", first("annotations", bbox_mode=0), ["0", "bbox_mode"]),
         ("a word as a flag", first("annotations", iscrowd="no"), ["0", "'no'"]),
         ("boxes as shares", boxes_changed(lambda box: [each / WIDTH for each in box]), ["bbox"]),
@@ -189,18 +188,11 @@ class TestVoc(DetectionLoader, InFolders):
         ("no number", xml_changed("<xmin>.*?<", "<xmin>nan<"), ["nan", "bndbox/xmin"]),
         ("Python's number", xml_changed("<xmax>.*?<", "<xmax>1_7<"), ["1_7", "bndbox/xmax"]),
         ("a word as a flag", xml_changed("<difficult>0", "<difficult>Unspecified"), ["Unspecified", "0", "1"]),
-        ("half a pixel", xml_changed("<width>32", "<width>31.5"), ["31.5", HEIGHT]),
-        ("two boxes", xml_changed("</bndbox>", "</bndbox><bndbox/>"), []),
         ("an object in another", xml_changed("<object>((.|\n)*?)</object>", "<o><object>\\1</object></o>"), ["1"]),
         (
             "a list of nothing",
             lambda folder, _: (folder / "ImageSets/Main/test.txt").write_text("\n") and None,
             ["test.txt"],
-        ),
-        (
-            "two names in a line",
-            line_changed("ImageSets/Main/test.txt", 1, lambda line: f"one {line}"),
-            ["test.txt", "one"],
         ),
         ("a name twice", line_changed("ImageSets/Main/test.txt", 1, lambda line: line * 2), ["test.txt"]),
         ("no such list", lambda folder, _: (folder / "ImageSets/Main/test.txt").unlink(), ["test"]),
@@ -269,10 +261,8 @@ class TestYolo(DetectionLoader, InFolders):
     edits = (
         ("an unknown class", label_line("9 0.5 0.5 0.2 0.2"), ["1", "'9'", "0"]),
         ("a name as the class", label_line("cat 0.5 0.5 0.2 0.2"), ["1", "'cat'"]),
-        ("a part of a class", label_line("0.5 0.5 0.5 0.2 0.2"), ["1", "0.5"]),
         ("pixels", label_line("0 20 10 8 4"), ["1", "'20'"]),
         ("no number", label_line("0 0.5 0.5 nan 0.2"), ["1", "nan"]),
-        ("three numbers", label_line("0 0.5 0.5 0.2"), ["1", "3"]),
         ("five numbers", label_line("0 0.5 0.5 0.2 0.2 0.9"), ["1", "5"]),
         ("keypoints", yaml_changed(kpt_shape=[17, 2]), ["kpt_shape", "keypoints"]),
         ("fewer names than it says", yaml_changed(nc=9), ["9", "data.yaml"]),
@@ -327,11 +317,6 @@ LAYOUTS: dict[str, tuple[type[DetectionLoader], list[tuple[str, str]], str]] = {
         [("Annotations/{2}.xml", "{1}/{2}.xml"), ("JPEGImages/{2}.png", "{1}/{2}.png"), ("ImageSets", "lists")],
         "",
     ),
-    "VOC in small letters": (
-        TestVoc,
-        [("Annotations", "annotations"), ("JPEGImages", "images"), ("ImageSets/Main", "imagesets/main")],
-        "",
-    ),
     "VOC's lists": (TestVoc, [("JPEGImages", "images"), ("ImageSets/Main", "lists")], "lists/{0}.txt"),
     "YOLO by Roboflow": (TestYolo, [("images/{0}", "{1}/images"), ("labels/{0}", "{1}/labels")], ""),
     "YOLO's folders": (TestYolo, [], "images/{0}"),
@@ -376,7 +361,7 @@ def test_a_set_without_parts_is_divided(tmp_path: Path) -> None:
     assert read.joined() == SET.joined()
 
 
-def test_what_is_missing_or_could_mean_two_things_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_or_named_twice_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "set"
     _, keys = laid_out(root, "COCO by Roboflow")
     assert_refused(lambda: part_of(root, "extra", "coco"), DataError, "extra", "train/", "valid/")
@@ -384,20 +369,6 @@ def test_what_is_missing_or_could_mean_two_things_is_named(tmp_path: Path) -> No
     assert_refused(lambda: part_at(root / "train/_annotations.coco.json", "voc"), DataError, "data.name=coco")
     both = DetectionConfig(data=DATA["coco"](**keys, train=str(root / "train")))
     assert_refused(both.check, ConfigError, "data.root")
-    captions = root / "train/_annotations.coco.json"
-    for name in ("instances_other", "instances_other2017"):
-        shutil.copy(captions, root / f"{name}.json")
-    assert_refused(lambda: part_of(root, "other", "coco"), DataError, "other")
-    captions.write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "a cat"}]}))
-    assert_refused(lambda: part_at(captions).read(), DataError, "_annotations.coco.json", "categories")
-
-
-def test_a_yaml_file_around_a_set_is_no_reason_to_take_it_for_yolo_s(tmp_path: Path) -> None:
-    laid_out(tmp_path / "set", "VOC by Roboflow")
-    (tmp_path / "data.yaml").write_text("model: {name: small_fpn}\nseeds: 1\n")
-    part = part_in(tmp_path / "set", "val")
-    assert part is not None
-    assert part.kind == "voc"
 
 
 def test_an_image_in_two_parts_is_found_by_content(tmp_path: Path) -> None:
@@ -426,9 +397,7 @@ def test_classes_are_compared_by_name_whatever_their_numbers(tmp_path: Path) -> 
     [
         ("scenes", "data.train=a.json", "voc or coco or yolo"),
         ("coco", "data.more_train=[a]", "voc"),
-        ("yolo", "data.classes=[a]", "voc"),
         ("voc", "shift.contrast=0.5", "scenes"),
-        ("coco", "scene.size=64", "scenes"),
     ],
 )
 def test_a_key_of_other_data_is_refused_by_their_names(name: str, override: str, bringing: str) -> None:
@@ -473,19 +442,6 @@ def annotations(tmp_path: Path) -> Path:
 @pytest.fixture
 def data(annotations: Path) -> Any:
     return read_coco(annotations, dtype=torch.float64)
-
-
-def test_images_and_classes_come_in_the_order_of_their_ids(data: Any) -> None:
-    assert data.classes == ("stop sign", "toothbrush")
-    assert data.category_ids == (13, 90)
-    first, second, third = data.images
-    assert [image.image_id for image in data.images] == [7, 70, 71]
-    assert (second.path, second.width, second.height) == (Path("b.png"), 40, 30)
-    assert second.boxes.tolist() == [[1.5, 2, 1.5 + 10.1, 22], [3, 4, 8, 10]]
-    assert (second.labels.tolist(), second.crowd.tolist()) == ([1, 0], [True, False])
-    assert first.boxes.tolist() == [[0, 0, 20, 10]]
-    assert third.boxes.shape == (0, 4)
-    assert not any(image.difficult.any() for image in data.images)
 
 
 def test_a_written_set_is_read_as_it_was(data: Any, tmp_path: Path) -> None:
@@ -573,12 +529,8 @@ BY_CORNERS = [{**RESULTS[0], "bbox": [3, 4, 8, 10]}, {**RESULTS[1], "bbox": [0, 
         ({"annotations": []}, ("COCO", "results")),
         ([RESULTS[0], 5], ("1", "image_id")),
         ([{**RESULTS[0], "image_id": 8}], ("0", "image_id", "8")),
-        ([{**RESULTS[0], "image_id": "b.png"}], ("image_id", "b.png")),
         ([{**RESULTS[0], "category_id": 1}], ("0", "category_id", "13", "90")),
-        ([{**RESULTS[0], "category_id": "stop sign"}], ("category_id", "'stop sign'", "13", "90")),
         ([{**RESULTS[0], "score": float("nan")}], ("score", "nan")),
-        ([{**RESULTS[0], "bbox": [1, 2, 3, float("inf")]}], ("4",)),
-        ([{"image_id": 7, "category_id": 13, "score": 0.5}], ("bbox", "None")),
         ([{**each, "bbox": [0.1, 0.2, 0.3, 0.4]} for each in RESULTS], ("bbox",)),
         (BY_CORNERS, ("bbox", "left, top, right, bottom")),
     ],
@@ -669,9 +621,7 @@ def test_reads_what_was_written(tree: Path) -> None:
         assert torch.equal(image.load(), written.image)
 
 
-def test_flags_may_be_numbers_or_missing(tree: Path) -> None:
-    replace(annotation(tree), "<difficult>0<", "<difficult> 1.0 <")
-    assert read_voc(tree, "test").images[0].difficult.tolist() == [True]
+def test_flags_may_be_missing(tree: Path) -> None:
     replace(annotation(tree), "difficult>", "pose>")
     assert read_voc(tree, "test").images[0].difficult.tolist() == [False]
 
@@ -708,34 +658,6 @@ def test_corners_in_the_wrong_order_are_left_out_with_a_warning(tree: Path) -> N
         assert not len(read_voc(tree, "test").images[0].boxes)
 
 
-def test_an_image_without_an_annotated_size_has_its_own_and_boxes_need_no_image(tree: Path) -> None:
-    whole = re.search("<size>.*</size>", annotation(tree).read_text(), re.DOTALL)
-    assert whole is not None
-    replace(annotation(tree), whole[0], "<size><width>40</width></size>")
-    (image,) = read_voc(tree, "test").images
-    assert_same(image, EXAMPLES[2])
-    next(tree.rglob("a3.png")).unlink()
-    (alone,) = read_voc(tree, "test", images=False).images
-    assert (alone.width, alone.height, alone.boxes.tolist()) == (0, 0, [[5, 6, 17, 28]])
-
-
-@pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-16"])
-def test_annotations_in_the_encoding_that_they_declare(encoding: str, tree: Path) -> None:
-    file = annotation(tree)
-    name = "ä" if encoding == "iso-8859-1" else "中"
-    text = file.read_text().replace("<object>", f"<!-- {name} --><object>")
-    before = read_voc(tree)
-    file.write_bytes(f'<?xml version="1.0" encoding="{encoding}"?>\n{text}'.encode(encoding))
-    assert str(read_voc(tree)) == str(before)
-
-
-def test_messages_are_cut(tree: Path) -> None:
-    replace(annotation(tree), "<xmin>6", f"<xmin>{'x' * 100_000}")
-    with pytest.raises(DataError) as caught:
-        read_voc(tree, "test", classes=CLASSES)
-    assert 30 < len(str(caught.value)) < 1900
-
-
 def test_classes_that_do_not_fit_are_named(tree: Path) -> None:
     assert read_voc(tree, "test", classes=("cat",)).images[0].labels.tolist() == [0]
     assert_refused(lambda: read_voc(tree, "test", classes=("dog",)), DataError, "a3.xml", "cat", "classes", "dog")
@@ -750,23 +672,6 @@ def test_an_image_that_is_cut_or_of_another_size_is_noticed_when_it_is_loaded(tr
     file = next(tree.rglob("a3.png"))
     file.write_bytes(file.read_bytes()[:200])
     assert_refused(image.load, DataError, "a3.png")
-
-
-def with_truth(**fields: Any) -> Example:
-    truth = EXAMPLES[2].truth
-    return Example(EXAMPLES[2].image, Annotated(**{**vars(truth), **fields}))
-
-
-@pytest.mark.parametrize(
-    ("bad", "names"),
-    [
-        (with_truth(image_id="../x"), ()),
-        (with_truth(crowd=torch.tensor([True])), ("crowd",)),
-        (with_truth(boxes=torch.tensor([[3.0, 3.0, 3.5, 9.0]])), ()),
-    ],
-)
-def test_what_voc_can_not_hold_is_not_written(tmp_path: Path, bad: Example, names: tuple[str, ...]) -> None:
-    assert_refused(lambda: write_voc(tmp_path, [bad], CLASSES, "all"), DataError, *names)
 
 
 # --- YOLO -----------------------------------------------------------------------------------------------------------
@@ -787,10 +692,7 @@ def test_an_image_without_labels_has_no_objects_and_is_counted(images: Path) -> 
     with pytest.warns(UserWarning, match=having("1", "b.png")):
         first, second = read_yolo(images, ("cat", "dog")).images
     assert [len(first.boxes), len(second.boxes)] == [2, 0]
-    (images.parent / "labels/a.txt").rename(images / "a.txt")  # beside the image
-    with pytest.warns(UserWarning, match=having("1")):
-        assert len(read_yolo(images, ("cat", "dog")).images[0].boxes) == 2
-    (images / "a.txt").unlink()
+    (images.parent / "labels/a.txt").unlink()
     assert_refused(lambda: read_yolo(images, ("cat", "dog")), DataError, "2", "labels/a.txt")
 
 
@@ -799,16 +701,6 @@ def test_boxes_without_area_are_told(images: Path) -> None:
     (images.parent / "labels/a.txt").write_text("0 0.5 0.5 0 0.5\n")
     with pytest.warns(UserWarning, match=having("1")):
         assert read_yolo(images, ("cat", "dog")).images[0].boxes.tolist() == [[20, 5, 20, 15]]
-
-
-def test_parts_are_those_of_the_file(images: Path) -> None:
-    file = images.parent / "data.yaml"
-    file.write_text("path: elsewhere\ntrain: [images, more]\nvalid: ../images\nnames: [cat, dog]\n")
-    assert yolo_file(images) == file.resolve()
-    read = read_yolo_file(file)
-    assert read.part("train")[0] == images
-    assert read.part("val") == (images,)
-    assert_refused(lambda: read.part("test"), DataError, "test")
 
 
 def test_what_lies_inside_an_image() -> None:

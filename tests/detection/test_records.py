@@ -69,12 +69,6 @@ def test_images_are_those_that_detectron2_reads(tmp_path: Path, orientation: int
     assert_loads(path, utils.read_image(str(path), "RGB"))
 
 
-def test_what_is_no_image_is_named(tmp_path: Path) -> None:
-    (tmp_path / "torn.png").write_bytes(b"torn")
-    assert_refused(image_of(tmp_path / "gone.png", 0, 0).with_size, DataError, "gone.png")
-    assert_refused(image_of(tmp_path / "torn.png", 0, 0).with_size, DataError, "torn.png")
-
-
 def test_a_size_that_ignores_the_orientation_is_named_with_it(tmp_path: Path) -> None:
     assert_refused(
         lambda: image_of(oriented(tmp_path / "6.png", 6)).load(), DataError, "6.png", "3 x 4", "4 x 3", "EXIF"

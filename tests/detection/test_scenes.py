@@ -46,17 +46,6 @@ def test_splits_have_the_numbers_and_ranges_that_were_asked_for(folder: Path) ->
             assert sides.max(1).values.min() >= 8
 
 
-def test_boxes_overlap_little(folder: Path) -> None:
-    for image in read_voc(folder, classes=scenes.CLASSES).images:
-        cover = torch.zeros(len(image.boxes), 96, 96, dtype=torch.bool)
-        for mask, (left, top, right, bottom) in zip(cover, image.boxes.int().tolist(), strict=True):
-            mask[top:bottom, left:right] = True
-        for i in range(len(cover)):
-            for j in range(i):
-                both, either = (cover[i] & cover[j]).sum(), (cover[i] | cover[j]).sum()
-                assert both / either <= 0.2
-
-
 def test_the_seed_draws_everything(folder: Path, tmp_path: Path) -> None:
     again = files(write_scenes(tmp_path / "again", images=COUNTS, seed=3))
     assert again == files(folder)
@@ -140,8 +129,6 @@ def test_a_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     [
         ({"images": (0, 1, 1)}, ("images",)),
         ({"digits_per_scene": (3, 2)}, ("digits_per_scene",)),
-        ({"scale": (14, 97)}, ("scale",)),
-        ({"seed": -1}, ("seed",)),
         ({"shift": SceneShift(scale=3.0)}, ("42", "8", "96")),
     ],
 )

@@ -17,17 +17,14 @@ from helpers.refusals import assert_refused
 
 pytest.importorskip("torchvision")
 
-from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data import training_state
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.shapes import masks_from
-from metricopt_ext.detection.task import ExampleBatches, detection_loss, jittered, load_examples
+from metricopt_ext.detection.task import ExampleBatches, jittered, load_examples
 from metricopt_ext.detection.toolkit import Example, images_in
-from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError, DataError, FileFormatError
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 
 TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=64)
 
@@ -80,29 +77,6 @@ def test_batches_hold_examples_and_can_be_replayed() -> None:
     assert [id(item) for item in batch] == [id(item) for item in batches(1, 2, 3)]
     assert [id(item) for item in batch] != [id(item) for item in batches(1, 2, 4)]
     assert_refused(lambda: ExampleBatches([], 2), DataError)
-
-
-def test_a_step_of_a_finetuning_task_can_be_replayed_and_leaves_the_model_alone() -> None:
-    model = TOOLKIT.build(2, seed=0)
-    adapter = attach_film(model, PLACEMENTS["fpn"], dim=3)
-    task = FinetuneTask(
-        adapter,
-        loss=detection_loss(TOOLKIT),
-        batches=ExampleBatches(squares(8), 4),
-        metric=Metric(lambda: 0.0, maximize=True),
-        population=1,
-    )
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    stream = torch.random.get_rng_state()
-    phi = torch.tensor([[0.1, 0.2, -0.1], [0.0, 0.0, 0.0]])
-    loss, gradient = task.loss_and_gradient(phi, seed=0, indices=[0, 1], step=2)
-    assert torch.equal(torch.random.get_rng_state(), stream)
-    torch.rand(7)
-    again = task.loss_and_gradient(phi, seed=0, indices=[0, 1], step=2)
-    assert torch.equal(loss, again[0])
-    assert torch.equal(gradient, again[1])
-    assert (gradient != 0).all()
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
 @pytest.mark.slow
