@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.affine import is_affine
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
-from metricopt_ext.adapters.foreign_norms import is_foreign_norm, weight_offset
 from metricopt_ext.errors import AdapterError
 
 
@@ -133,30 +131,10 @@ class CurvedLayerNorm(nn.Module):
         return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias).tanh()
 
 
-def test_the_offset_of_a_norm_s_weight_is_found() -> None:
-    assert [weight_offset(OwnRMSNorm(4, offset)) for offset in (0.0, 1.0)] == [0.0, 1.0]
-
-
 def test_norms_without_a_bias_are_left_where_others_have_one() -> None:
     model = nn.Sequential(OwnRMSNorm(4), nn.LayerNorm(4), nn.RMSNorm(4))
     assert attach_film(model, dim=2).layers == ["1"]
     assert attach_film(nn.Sequential(OwnRMSNorm(4), nn.RMSNorm(4)), dim=2).layers == ["0", "1"]
-
-
-def test_names_alone_make_no_norm() -> None:
-    def named(name: str, **attributes: Any) -> nn.Module:
-        module = type(name, (nn.Module,), {})()
-        for key, value in attributes.items():
-            setattr(module, key, value)
-        return module
-
-    weight = nn.Parameter(torch.ones(3))
-    assert is_foreign_norm(named("MyRMSNorm", weight=weight))
-    assert is_foreign_norm(named("RmsNorm", weight=weight, bias=None))
-    assert not is_foreign_norm(named("MyRMSNorm"))
-    assert not is_foreign_norm(named("MyRMSNorm", weight=nn.Parameter(torch.ones(3, 2))))
-    assert not is_foreign_norm(named("MyRMSNorm", weight=weight, inner=nn.Linear(2, 2)))
-    assert not is_foreign_norm(named("LayerNormLSTM", weight=weight))
 
 
 @pytest.mark.parametrize(
