@@ -53,13 +53,3 @@ def test_keys_of_a_table_are_there_for_a_table() -> None:
     assert_refused(
         lambda: load_config(ClassificationConfig, None, ["data.name=iris", "data.missing=mean"]), ConfigError, *named
     )
-
-
-def test_keys_of_parts_are_there_for_files() -> None:
-    folder = load_config(ClassificationConfig, None, ["data.name=image_folder", "model.name=small_cnn"])
-    other = load_config(ClassificationConfig, None, ["data.name=digits", "model.name=small_cnn"])
-    assert {"data.train", "data.val", "data.test", "data.stream"} <= {*leaf_keys(folder)} - {*leaf_keys(other)}
-    names = ("data.train", "data.name=arrays", "image_folder", "data.name=digits")
-    assert_refused(
-        lambda: load_config(ClassificationConfig, None, ["data.name=digits", "data.train=there"]), ConfigError, *names
-    )

@@ -24,13 +24,6 @@ SIZES = [
     *("adapter.dim=2", "adapter.outputs=true", "queries=20", "finetune.steps=3", "best_evals=2", "pictures=false"),
     *("device=cpu", "model.lr=0.01"),
 ]
-OWN = """
-import numpy as np
-
-
-def exact(labels, probabilities):
-    return float((labels == (probabilities > 0.5)).all(1).mean())
-"""
 
 
 def write(folder: Path, rows: int = 400) -> None:
@@ -42,7 +35,6 @@ def write(folder: Path, rows: int = 400) -> None:
         cells = [*(f"{each:.4f}" for each in x[i]), *labels[i], 1 + i % 7]
         lines.append(",".join(map(str, cells)))
     (folder / "t.csv").write_text("\n".join(lines) + "\n")
-    (folder / f"own_{folder.name}.py").write_text(OWN)
 
 
 def config_of(folder: Path, *more: str) -> ClassificationConfig:

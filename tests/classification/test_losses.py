@@ -101,13 +101,6 @@ def test_losses_are_those_of_the_definitions() -> None:
     torch.testing.assert_close(Target("multilabel", 3).losses(LOGITS, labels), each.mean(1))
 
 
-def test_probabilities_are_in_double_precision() -> None:
-    found = Target("classes", 3).probabilities(LOGITS)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, LOGITS.double().softmax(1))
-    assert Target("classes", 2).probabilities(torch.tensor([0.0]))[0].tolist() == [0.5, 0.5]
-
-
 def test_thresholds_that_predict_as_many_as_there_are() -> None:
     labels = torch.stack([torch.arange(50) < each for each in (0, 13, 50)], 1).long()
     target = Target("multilabel", 3)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.besides import besides, check_besides
-from metricopt_ext.classification.config import ClassificationConfig, MetricConfig, OwnClassifierMetricConfig
-from metricopt_ext.classification.metrics import METRICS, expected_cost
+from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
+from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
 from metricopt_ext.classification.named_metric import build_metric, try_metric
-from metricopt_ext.classification.split_metric import batch_metric, model_metric
+from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.halves import stratified_halves
@@ -41,10 +41,6 @@ MLP = ["model.name=tabular_mlp", "adapter.kind=input_bias", "adapter.layers=[]"]
     [
         (
             ["metric.name=sklearn.metrics:f1_score", "metric.kwargs.average=macro"],
-            lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
-        ),
-        (
-            ["metric.name=torchmetrics.classification:MulticlassF1Score", "metric.kwargs={num_classes: 3}"],
             lambda y, logits: sklearn.metrics.f1_score(y, logits.argmax(1), average="macro"),
         ),
         (
@@ -78,24 +74,6 @@ def test_metrics_tell_their_values_on_halves() -> None:
     for half, cost in zip((a, b), told.halves, strict=True):
         assert cost == model_metric(METRICS["accuracy"], Split(part.x[half], y[half])).cost(model, "test")
     assert model_metric(METRICS["accuracy"], part).evaluate(model, "test") == Evaluation(told.cost)
-
-
-def test_a_batch_metric_tells_what_makes_it_this_metric() -> None:
-    costs, turned = [[0.0, 1.0], [10.0, 0.0]], [[0.0, 10.0], [1.0, 0.0]]
-    one, other = (batch_metric(expected_cost(each)).identity for each in (costs, turned))
-    assert one == {
-        "name": "expected_cost",
-        "maximize": False,
-        "bounds": [0.0, 10.0],
-        "arguments": {"costs": costs},
-    }
-    assert other["arguments"]["costs"] == turned
-    own = OwnClassifierMetricConfig("sklearn.metrics:fbeta_score", kwargs={"beta": 2})
-    assert batch_metric(build_metric(own)).identity["arguments"] == {
-        "function": "sklearn.metrics:fbeta_score",
-        "kwargs": {"beta": 2},
-        "scores": "labels",
-    }
 
 
 CLASSES = ("cat", "Dog", "a:b [x]")

@@ -23,7 +23,7 @@ from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.experiment.passes import Passes, noticing, passes_of
-from metricopt_ext.methods.prior_starts import line_offsets, prior_offsets
+from metricopt_ext.methods.prior_starts import prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -140,16 +140,6 @@ def test_the_model_runs_once_on_data_in_memory(tuned: str) -> None:
 # --- Priors -------------------------------------------------------------------------------------------------------
 
 
-def test_prior_offsets_in_closed_form() -> None:
-    counts = torch.tensor([80, 10, 5])
-    offsets = prior_offsets(counts)
-    expected = [-math.log(count / 95) for count in (80, 10, 5)]
-    mean = sum(expected) / 3
-    assert offsets.tolist() == pytest.approx([value - mean for value in expected], abs=1e-12)
-    (single,) = prior_offsets(torch.tensor([30, 10]), one_logit=True).tolist()
-    assert single == pytest.approx(math.log(3), abs=1e-12)
-
-
 def test_adjustment_undoes_the_priors() -> None:
     """Of Bayes' posterior under the priors it makes the one under equal priors, with one logit and with two."""
     likelihood = torch.tensor([[0.2, 0.5], [0.7, 0.1]]).double()  # of two inputs under each class
@@ -163,19 +153,6 @@ def test_adjustment_undoes_the_priors() -> None:
 
 
 COUNTS = torch.tensor([80, 10, 5])
-
-
-def test_a_line_of_offsets_is_the_adjustment_unless_it_moves_little() -> None:
-    several = prior_offsets(torch.tensor([100, 30, 10]))
-    assert line_offsets(several) is several
-    assert line_offsets(prior_offsets(torch.tensor([100, 99, 98]))) is None
-    rare = prior_offsets(torch.tensor([90, 10]), one_logit=True)
-    assert line_offsets(rare) is not None
-    assert line_offsets(rare).tolist() == rare.tolist() == pytest.approx([math.log(9)])  # type: ignore[union-attr]
-    for counts, least in (((60, 40), 1.0), ((40, 60), -1.0), ((50, 50), 1.0)):
-        found = line_offsets(prior_offsets(torch.tensor(counts), one_logit=True))
-        assert found is not None
-        assert found.tolist() == [least]
 
 
 LABELS = torch.tensor([[1, 0], [0, 0], [1, 1], [1, 0]])  # shares of 3/4 and 1/4

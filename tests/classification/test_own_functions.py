@@ -78,7 +78,6 @@ def test_a_loss_is_called_with_logits_and_labels(folder: str) -> None:
         ("constant", ("gradient",)),
         ("unordered", ("loss.params",)),
         ("Weighted", ("weights",)),
-        ("nothing", ("nothing",)),
     ],
 )
 def test_a_loss_is_tried_on_the_model_before_it_is_trained(folder: str, name: str, names: tuple[str, ...]) -> None:

@@ -6,39 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from helpers.csv_tables import reads, rows_of
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.classification.libsvm import load_a9a, load_libsvm, read_libsvm
 from metricopt_ext.classification.tables import read_csv
-from metricopt_ext.data.precision import in_single_precision
 from metricopt_ext.errors import DataError
-
-
-def test_marks_of_missing_numbers_are_values_of_a_text_column(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(",kind,y\n0,?,b\n1,none,b\n2,red,NA\n")
-    data = read_csv(tmp_path / "t.csv", "y", drop=[""])
-    assert data.x.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    assert data.class_names == ("NA", "b")
-
-
-def test_a_class_may_be_named_like_a_missing_number(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("a,y\n1,none\n2,10\n3,NA\n4,9\n")
-    assert_refused(lambda: read_csv(tmp_path / "t.csv", "y"), DataError, "'none'")
-    data = read_csv(tmp_path / "t.csv", "y", categories=["y"])
-    assert data.class_names == ("9", "10", "NA", "none")
-    assert data.y.tolist() == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("load", [load_libsvm, lambda path: read_csv(path, "y")])
 def test_a_missing_file_names_the_path_and_the_key(tmp_path: Path, load: Any) -> None:
     assert_refused(lambda: load(tmp_path / "nowhere"), DataError, "nowhere", "data.root=DIR")
-
-
-def test_float32_refuses_what_it_cannot_tell_apart(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(rows_of("ts,y", range(1_700_000_000, 1_700_000_400)))
-    assert_refused(lambda: in_single_precision(read_csv(tmp_path / "t.csv", "y")), DataError, "'ts'")
 
 
 @pytest.mark.parametrize(
@@ -54,23 +31,6 @@ def test_float32_refuses_what_it_cannot_tell_apart(tmp_path: Path) -> None:
 def test_columns_that_may_mean_another_are_refused(tmp_path: Path, rows: list[str], names: tuple[object, ...]) -> None:
     (tmp_path / "t.csv").write_text("\n".join(["a,y", *rows, ""]))
     assert_refused(lambda: read_csv(tmp_path / "t.csv", "y"), DataError, *names)
-
-
-@pytest.mark.parametrize(
-    ("cells", "expected"),
-    [
-        (["-3", "+4", ".5", "6.", "1E2"], [-3, 4, 0.5, 6, 100]),
-        (["01234", "56"], [1234, 56]),
-        (["1e30", "1e200"], [1e30, 1e200]),
-        (["1700000064", "1700000065"], [1700000064, 1700000065]),
-        (["0.10000000000000000555", "0.30000000000000004"], [0.1, 0.30000000000000004]),
-    ],
-)
-def test_numbers_as_tables_write_them(tmp_path: Path, cells: list[str], expected: list[float]) -> None:
-    table = reads(tmp_path, rows_of("a;y", cells, delimiter=";"))
-    single = torch.tensor(expected, dtype=torch.float64).float().tolist() == expected
-    assert table.x.dtype == (torch.float32 if single else torch.float64)
-    assert table.x.flatten().tolist() == expected
 
 
 def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:
