@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metricopt_ext.comparison.comparison_file import read_comparison, read_row, read_starts
+from metricopt_ext.comparison.comparison_file import read_comparison
 from metricopt_ext.errors import FileFormatError
 
 COLUMN = {"validation": [0.5, None], "test": [0.5, 0.25]}
@@ -85,27 +85,3 @@ def test_another_shape_of_a_comparison_is_refused(at: str, value: Any, said: str
     assert read_comparison(file) == COMPARISON
     whole = changed(COMPARISON, at, value) if said else {**COMPARISON, "methods": {"../x": value}}
     assert (said or "the method '../x', which does not exist") in refused(read_comparison, file, whole)
-
-
-def test_rows_and_starts_of_another_shape_are_refused(tmp_path: Path) -> None:
-    cell = {"queries": 5, "validation": 0.5, "test": 0.5, "seconds": 1.0, "passes": None, "guard": None}
-    row = {"seed": 3, "method": "metricopt", "least": 2, "budgets": [5], "cells": {"5": cell}, "errors": {}}
-    row["machine"] = "A processor"
-    file = tmp_path / "metricopt.json"
-    file.write_text(json.dumps(row))
-    assert read_row(file) == row
-    for at, value in [
-        ("cells", []),
-        ("cells/5/test", math.nan),
-        ("cells/5/guard", 3),
-        ("errors", []),
-        ("machine", ...),
-    ]:
-        assert "is not a row of a comparison: " in refused(read_row, file, changed(row, at, value))
-    starts = {"seed": 3, "chosen": "a", "validation": {"a": 0.5}, "test": {"a": 0.5}, "queries": 1, "seconds": 1.0}
-    starts["passes"] = {"metric": 1, "loss": 0}
-    file = tmp_path / "starts.json"
-    file.write_text(json.dumps(starts))
-    assert read_starts(file) == starts
-    for at, value in [("chosen", "b"), ("chosen", 1), ("test", {}), ("validation/a", "high"), ("seconds", math.inf)]:
-        refused(read_starts, file, changed(starts, at, value))

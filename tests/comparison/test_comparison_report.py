@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from metricopt_ext.comparison.comparison import Plan
-from metricopt_ext.comparison.comparison_content import gather, load, paired
+from metricopt_ext.comparison.comparison_content import gather, load
 from metricopt_ext.comparison.comparison_page import comparison_page
 from metricopt_ext.comparison.comparison_report import markdown, print_report, write
-from metricopt_ext.comparison.joined import joined
 from metricopt_ext.experiment.experiment import Subject
 
 SUBJECT = Subject("classification/toy", "net on toy", "accuracy", True)
@@ -82,22 +81,6 @@ def test_all_seeds_are_taken_in_and_paired(content: dict[str, Any]) -> None:
     assert all(each["p_holm"] >= each["p"] for each in pairs.values())
 
 
-def test_the_table_marks_the_best_and_says_what_is_missing(content: dict[str, Any]) -> None:
-    text = markdown(content)
-    rows = table(text)
-    assert rows["method"] == ["needs", "5", "20", "60", "seconds", "passes"]
-    assert rows["pretrained"] == ["scores", "0.5000", "0.5000", "0.5000", "", ""]
-    assert rows["BatchNorm on validation"][0] == "inputs"
-    assert rows["best free start (2 queries)"] == ["inputs", "0.6000", "0.6000", "0.6000", "0.5", "2 + 0"]
-    assert rows["CMA-ES on the metric"] == ["inputs", "", "0.6500", "0.7000 (1 of 3 failed)", "6.0", ""]
-    ours = ["inputs, training data", "**0.8000**", "**0.8000**", "**0.8000**", "6.0", "60 + 64"]
-    assert rows["MetricOpt"] == ours
-    assert "- CMA-ES on the metric needs at least 18 queries" in text
-    assert "failed with 60 queries on 1 of 3 seeds: seed 700: MetricError: down" in text
-    assert "- BoTorch, noisy EI does not apply" in text
-    assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in text
-
-
 def test_means_over_some_of_the_seeds_are_not_ranked(tmp_path: Path) -> None:
     for seed in (700, 701, 702):
         put(tmp_path, seed, cma=0.95)
@@ -145,12 +128,6 @@ def test_a_search_that_began_elsewhere_than_at_the_best_free_start_ended_where_i
     assert table(markdown(lower))["MetricOpt, unguarded"][2] == "0.0800"
 
 
-def test_steps_and_whole_runs_are_reported(content: dict[str, Any]) -> None:
-    step, whole = markdown(content).split("the search's step")[1].split("the whole run")
-    assert "9 guarded runs, 9 accepted; mean change on test +0.0500" in step
-    assert "9 guarded runs, 0 accepted; mean change on test +0.0000" in whole
-
-
 def test_files_are_written_and_read(
     content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,19 +139,6 @@ def test_files_are_written_and_read(
     printed = capsys.readouterr().out
     assert "*0.8000" in printed
     assert "against each, paired by seed" in printed
-
-
-def test_joined_seeds_are_one_comparison(tmp_path: Path) -> None:
-    for seed, ours, cma in ((700, 0.9, 0.7), (701, 0.8, None), (702, 0.7, 0.75), (703, 0.6, 0.65)):
-        for folder in ("whole", "odd" if seed % 2 else "even"):
-            put(tmp_path / folder, seed, ours, cma)
-            if seed % 2:
-                (tmp_path / folder / f"seed-{seed}" / "noisy_ei.json").unlink()
-    whole, even, odd = (gather(tmp_path / folder, PLAN, SUBJECT, {}) for folder in ("whole", "even", "odd"))
-    both = paired(joined([odd, even], ["odd", "even"]))
-    assert both["seeds"] == [700, 701, 702, 703]
-    assert both == whole
-    assert markdown(both) == markdown(whole)
 
 
 def test_the_page_is_sound_and_has_the_digits_of_the_markdown(

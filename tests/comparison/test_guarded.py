@@ -86,12 +86,3 @@ def test_a_whole_run_goes_from_the_model_as_it_was_trained(
         "best": best,
         "best_error": between,
     }
-
-
-def test_a_search_from_the_model_as_it_was_trained_is_a_whole_run(quadratic: Callable[..., Any]) -> None:
-    for ended, accepted in ((0.0, True), (99.9, False)):
-        record = run(quadratic(), 200.0, ended, elsewhere=False)
-        assert record["kept"] == ("search" if accepted else TRAINED)
-        assert record["accepted"] == record["whole"]["accepted"] == accepted
-        assert record["change"] == record["whole"]["best"] == 7.0
-        assert record["whole"]["change"] == (7.0 if accepted else 0.0)
