@@ -168,9 +168,3 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_impossible_settings_are_refused(name: str, value: Any) -> None:
     assert_refused(lambda: Algorithm1(**{name: value}), ValueError, name, repr(value))
-
-
-def test_too_few_tasks_to_measure_quality_are_refused_before_any_query(quadratic: Callable[..., Any]) -> None:
-    task, settings = quadratic(3), Algorithm1(steps=10, evals=4, learner=RidgeLearner())
-    assert_refused(lambda: settings.meta_train(task, tasks=3), ValueFunctionError, "3", "tasks", "4")
-    assert task.queries == 0

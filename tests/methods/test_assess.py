@@ -161,15 +161,6 @@ def test_what_it_can_not_assess_is_refused_before_a_query(quadratic: Any) -> Non
     assert shifted.calls == sized.calls == 0
 
 
-def test_repeats_are_queries() -> None:
-    shifted, rng = Shifted(), random.Random(0)
-    noisy = Metric(
-        lambda model: shifted.accuracy(model)[0] - 0.01 * rng.random(), maximize=True, name="noisy", repeats=2
-    )
-    found = assess(shifted.task.judged_by(noisy), 16, starts=shifted.starts, callback=Callback())
-    assert (found.queries, shifted.calls, found.guard) == (16, 16, "repeats")
-
-
 # --- What it says ----------------------------------------------------------------------------------------------------
 
 
@@ -183,19 +174,6 @@ def test_statistics_that_are_wrong_are_the_first_thing_to_mend() -> None:
     assert found.smallest is not None
     assert found.smallest < 0.1
     assert found.recommendation in ("BatchNorm on the deployment's inputs", "search")
-
-
-def test_what_violates_a_constraint_is_not_advised() -> None:
-    shifted = Shifted()
-    metric = Metric(
-        lambda model: {"accuracy": shifted.accuracy(model), "same": float(model[0].running_mean[0] < 1)},
-        maximize=True,
-        name="accuracy",
-        subject_to={"same": ">= start"},
-    )
-    found = assess(shifted.task.judged_by(metric), starts=shifted.starts, callback=Callback())
-    assert found.best_start == "near"
-    assert found.recommendation != "BatchNorm on the deployment's inputs"
 
 
 @pytest.mark.outcome

@@ -4,7 +4,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import permutations
 from statistics import NormalDist
 from typing import Any
@@ -12,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from metricopt_ext import Metric, Start, attach_film
+from metricopt_ext import Metric
 from metricopt_ext.methods.assessment import (
     ORDERS,
     Evaluated,
     Kind,
     assessed,
     by_chance,
-    kind_of,
     luckiest,
     queries_to_search,
     smallest_gain,
@@ -265,17 +262,3 @@ def test_a_search_has_a_query_for_each_slope_and_more_where_part_is_chance() -> 
     assert queries_to_search(400, 16, 1.0) == 400
     assert queries_to_search(8, 2, 1.0, least=13) == 20
     assert queries_to_search(8, 2, 1.0, least=310) == 310
-
-
-# --- What a point changes -------------------------------------------------------------------------------------------
-
-
-def test_a_point_is_of_what_it_changes() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
-    adapter = attach_film(model, dim=4)
-    zero, phi, norm = torch.zeros(adapter.dim), torch.ones(adapter.dim), {"1.running_mean": torch.ones(6)}
-    states = [Start(zero), Start(phi), Start(zero, norm), Start(phi, norm), Start(zero, {}, {"0.bias": torch.ones(6)})]
-    kinds = [kind_of(adapter, state) for state in states]
-    assert kinds == ["trained", "phi", "batchnorm", "phi", "phi"]
-    sized = [replace(state, settings={"size": 2}) for state in states]
-    assert [kind_of(adapter, state) for state in sized] == ["settings", "phi", "settings", "phi", "phi"]

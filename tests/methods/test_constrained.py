@@ -16,13 +16,11 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.constrained import decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
-from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.value.learners import RidgeLearner
 
 Make = Callable[..., Any]
 
@@ -229,13 +227,6 @@ def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy
     assert torch.equal(calls[0], task.origin())
     assert torch.equal(calls[1], run.ends[run.chosen])
     assert run.also == {"norm": (0.0, float(calls[1].norm())), "constant": (3.0, 3.0)}
-
-
-def test_learners_show_other_quantities(toy: Toy) -> None:
-    recipe = Recipe(steps=4, lr=0.1, evals=2, rounds=1, folds=2, trials=0, learners=(RidgeLearner(),))
-    run = go(toy.judged(subject_to={}, also={"two": lambda: 2.0}), 40, strategy=recipe)
-    assert run.also["two"] == (2.0, 2.0)
-    assert run.also["along"][0] == 0.0
 
 
 def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) -> None:

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
-from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.methods.new_classes import STRENGTH, cross_gains, held_back, kept_share, share_of
-from metricopt_ext.methods.searched import search_results
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -164,27 +161,6 @@ def test_a_search_without_f_keeps_its_end(quadratic: Make) -> None:
     assert sum(result.queries.values()) == 30
     assert held_back(CMAES(), task.metric) == 0
     assert held_back(GuidedTrustRegion(), task.metric) == 1
-
-
-def test_a_budget_that_is_too_small_by_what_is_held_back_is_refused(quadratic: Make) -> None:
-    least = GuidedTrustRegion().least_queries(4)
-    assert_refused(lambda: run_of(of_classes(quadratic(), 1.5), queries=least), BudgetError, least)
-    run_of(of_classes(quadratic(), 1.5), queries=least + 1)
-    assert_refused(lambda: Search(of_classes(quadratic(), 1.5), least), BudgetError)
-    assert_refused(lambda: next(search_results(of_classes(quadratic(), 1.5), [least, 40])), ValueError, least + 1)
-
-
-def test_what_was_not_asked_has_fs_mean(quadratic: Make) -> None:
-    task = of_classes(quadratic(), 1.5)
-    with Search(task, 30) as search:
-        while search.spent < 29:
-            for trial in search.ask(3):
-                with trial.applied() as model:
-                    search.tell(trial.id, *task.metric.function(model))
-        early = search.result()
-        assert early.kept_share is not None
-        assert not early.kept_share.evaluated
-    assert early.after == pytest.approx(task.metric.judge(task.adapter.model).cost, rel=0.05)
 
 
 def test_a_failure_at_what_would_be_kept_keeps_the_start(quadratic: Make) -> None:

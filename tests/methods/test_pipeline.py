@@ -1,16 +1,14 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext import (
@@ -21,25 +19,21 @@ from metricopt_ext import (
     Setting,
     Settings,
     Start,
-    load_value_function,
     optimize_metric,
 )
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.strategy import SearchStrategy as Search
 from metricopt_ext.value.learners import RidgeLearner
-from metricopt_ext.value.observations import Observations
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
-COLLECTED, CHOOSING, SPENT, QUERIES = 36, 6, 45, 47
+QUERIES = 47
 
 
 def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
@@ -67,31 +61,10 @@ def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any],
     assert task.queries == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [RECIPE, None], ids=["recipe", "guided"])
-def test_a_loss_that_fails_for_several_phi_at_once_costs_no_query(quadratic: Callable[..., Any], strategy: Any) -> None:
-    def loss(model: Any, batch: Any) -> Any:
-        value = task.problem.loss(model, batch)
-        return value if value >= 0 else -value
-
-    task = quadratic()
-    assert_refused(
-        lambda: optimize_metric(replace(task, loss=loss), queries=QUERIES, strategy=strategy, callback=Callback()),
-        AdapterError,
-        "population=1",
-    )
-    assert task.queries == 0
-    alone, plain = (
-        optimize_metric(replace(task, loss=each, population=1), queries=QUERIES, strategy=strategy, callback=Callback())
-        for each in (loss, task.loss)
-    )
-    assert str(alone) == str(plain)
-
-
 # --- Weights -----------------------------------------------------------------------------------------------------
 
 
-def changing(at: int, entry: int, interrupt: int = -1) -> tuple[FinetuneTask, list[None]]:
+def changing(at: int, entry: int) -> tuple[FinetuneTask, list[None]]:
     """A task whose metric changes an entry of a layer's weight at one query, without a trace; what was asked."""
     layer, asked = nn.Linear(100, 100), list[None]()
 
@@ -99,8 +72,6 @@ def changing(at: int, entry: int, interrupt: int = -1) -> tuple[FinetuneTask, li
         asked.append(None)
         if len(asked) == at:
             model.weight.data.view(-1)[entry] += 1
-        if len(asked) == interrupt:
-            raise KeyboardInterrupt
         return float((model.metricopt.phi.detach() - 1).square().sum())
 
     task = FinetuneTask(
@@ -129,14 +100,6 @@ def test_a_metric_that_changes_the_weights_ends_the_run(strategy: Any, tmp_path:
         assert (len(asked) == 4) == (entry == 0)
 
 
-def test_an_interrupted_run_leaves_the_weights_as_they_were() -> None:
-    task, _ = changing(4, 1, interrupt=9)
-    before = task.adapter.model.weight.detach().clone()
-    with pytest.raises(KeyboardInterrupt):
-        optimize_metric(task, queries=30, callback=Callback())
-    assert torch.equal(task.adapter.model.weight, before)
-
-
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_loss_that_changes_the_weights_is_refused(
@@ -155,56 +118,7 @@ def test_a_loss_that_changes_the_weights_is_refused(
     assert torch.equal(task.problem.layer.weight, before)
 
 
-# --- Precision -------------------------------------------------------------------------------------------------
-
-
-class Numbers(Callback):
-    """Keeps the values of queries, and how many of them are on file."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, float] = {}
-        self.kept = 0
-
-    def on_file(self, queries: int) -> None:
-        self.kept = queries
-
-    def query(self, spent: int, value: float) -> None:
-        self.values[spent] = value
-
-
-@pytest.mark.parametrize(("strategy", "kept"), [(RECIPE, 30), (CMAES(), 31)], ids=["recipe", "search"])
-def test_a_resumed_run_tells_of_all_queries_and_which_were_on_file(
-    quadratic: Callable[..., Any], tmp_path: Path, strategy: Any, kept: int
-) -> None:
-    """Trajectories of three queries are kept whole."""
-    whole, started, resumed = Numbers(), Numbers(), Numbers()
-    optimize_metric(quadratic(), queries=QUERIES, strategy=strategy, callback=whole)
-    task, options = quadratic(), {"queries": QUERIES, "strategy": strategy, "output_dir": tmp_path}
-    task.problem.fail_after = 31
-    with pytest.raises(MetricError):
-        optimize_metric(task, callback=started, **options)
-    task.problem.fail_after = None
-    optimize_metric(task, callback=resumed, resume=True, **options)
-    assert started.values == {spent: whole.values[spent] for spent in range(1, 32)}
-    assert (resumed.values, resumed.kept) == (whole.values, kept)
-
-
 # --- Interrupted runs ------------------------------------------------------------------------------------------
-
-
-def test_a_function_of_the_users_own_resumes_in_another_process(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    def with_functions() -> Recipe:
-        """Make them anew, at other addresses, as another process would."""
-
-        def learner(data: Any, fold: Tensor, folds: int, seed: int) -> Any:
-            return RidgeLearner()(data, fold, folds, seed)
-
-        return replace(RECIPE, labels=lambda trajectories: Observations.of(trajectories), learners=(learner,))
-
-    first, second = with_functions(), with_functions()
-    expected, task = go(quadratic(), recipe=first, output_dir=tmp_path), quadratic()
-    assert str(go(task, recipe=second, output_dir=tmp_path, resume=True)) == str(expected)
-    assert task.queries == 0
 
 
 def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) -> None:
@@ -225,23 +139,6 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
 # --- What is left behind ---------------------------------------------------------------------------------------
 
 
-def test_f_comes_back_from_its_file(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    result = go(quadratic(dtype=torch.float32), output_dir=tmp_path)
-    f = load_value_function(tmp_path / "value_function.safetensors", dim=4)
-    phi = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(f(phi), result.fit.f(phi))
-    assert torch.equal(f.gradient(phi), result.fit.f.gradient(phi))
-    assert f.quality == result.fit.f.quality
-
-
-def test_nothing_is_kept_without_a_folder(
-    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    go(quadratic())
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("strategy", [RECIPE, CMAES()], ids=["recipe", "search"])
 def test_a_failed_run_is_charged_unless_its_work_is_kept(
     quadratic: Callable[..., Any], tmp_path: Path, strategy: Any
@@ -254,21 +151,6 @@ def test_a_failed_run_is_charged_unless_its_work_is_kept(
         assert_named(caught, "server")
         assert task.queries == 31
         assert task.metric.ledger.spent == charged
-
-
-# --- Other strategies --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("search", [CMAES(sigma0=0.3), GuidedES(lr=0.1)], ids=["cma", "guided_es"])
-def test_direct_search_is_a_strategy_on_the_same_ledger(quadratic: Callable[..., Any], search: Search) -> None:
-    task, alone = quadratic(), quadratic()
-    result = optimize_metric(task, queries=100, strategy=search, seed=3, callback=Callback())
-    found = search(alone, alone.origin(), 100, seed=3)
-    assert torch.equal(task.adapter.phi, found.phi)
-    assert result.after == result.best == found.cost == task.true_cost(task.adapter.phi.detach()) <= result.before
-    assert (result.chosen, result.queries_per_start) == ("search", 100)
-    assert result.queries == task.metric.ledger.spent_on == {"starts": 1, "search": 99}
-    assert task.queries == 100
 
 
 # --- What is refused -------------------------------------------------------------------------------------------
@@ -301,29 +183,6 @@ def test_bad_arguments_cost_nothing_and_leave_nothing(
 
 
 # --- Gains beyond chance -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.outcome
-@pytest.mark.parametrize("strategy", [RECIPE, CMAES(sigma0=0.3)], ids=["recipe", "search"])
-def test_a_gain_that_may_be_chance_leaves_the_model_as_it_was(quadratic: Callable[..., Any], strategy: Any) -> None:
-    def halved(apart: float) -> Any:
-        """The metric tells halves that differ by up to so much, whose mean is the metric."""
-        task = quadratic()
-
-        def metric(model: Any) -> Any:
-            value, luck = task.distance(model), apart * math.sin(float(model.metricopt.phi.sum()))
-            return value, (value + luck, value - luck)
-
-        return task.judged_by(Metric(metric, maximize=False, bounds=None, name="distance"))
-
-    sure, unsure = halved(0.01), halved(1000.0)
-    kept = optimize_metric(sure, queries=QUERIES, strategy=strategy, callback=Callback())
-    left = optimize_metric(unsure, queries=QUERIES, strategy=strategy, callback=Callback())
-    assert kept.best == kept.after == left.best < left.after == left.before == kept.before
-    assert (left.chosen, unsure.adapter.phi.any()) == ("start", False)
-    assert 0 < kept.chance < 0.02  # at worst 0.005 ± 0.001
-    assert left.needed + left.optimism > left.before - left.best  # 280 and more, against 3.47 at most
-    assert left.needed == pytest.approx(NormalDist().inv_cdf(CONFIDENCE) * left.chance, rel=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [None, RECIPE], ids=["guided", "recipe"])

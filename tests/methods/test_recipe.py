@@ -50,13 +50,9 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
     ("name", "value", "names"),
     [
         ("evals", 1, ("evals", "1", "2")),
-        ("lr", 0.0, ("lr", "0.0")),
         ("evals", 12, ("12", "10", "11")),
-        ("settings", (), ("settings",)),
         ("settings", ((0.1, 0.2, 0.3),), ("settings", "0.1")),
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
-        ("trials", True, ("trials", "True")),
-        ("learners", (), ("learners",)),
         ("learners", "ridge", ("learners", "ridge", "RidgeLearner()")),
         ("learners", RidgeLearner(groups=4), ("groups=4", "RidgeLearner()")),
         ("labels", LinearLabels, ("labels", "LinearLabels")),
@@ -202,16 +198,6 @@ def test_the_first_round_follows_the_loss_and_later_ones_f(quadratic: Callable[.
     assert torch.equal(again.f.coefficients, fit.f.coefficients)
 
 
-def test_an_f_without_skill_is_followed_in_collection_to_be_corrected(quadratic: Callable[..., Any]) -> None:
-    task, store = quadratic(), TrajectoryStore()
-    recipe = replace(RECIPE, learners=(backwards,))
-    assert not meta_train(task, tasks=6, recipe=recipe, seed=2, store=store).f.trusted
-    for trajectory in store:
-        gradient = task.curvature * (trajectory.phi[0] - task.centre - task.batch(2, trajectory.index, 0))
-        off_loss = float((trajectory.phi[1] - (trajectory.phi[0] - 0.1 * gradient)).norm())
-        assert off_loss < 1e-12 if trajectory.round == 0 else off_loss > 1e-3
-
-
 def test_each_half_of_the_metrics_data_gets_an_f_of_its_own(quadratic: Callable[..., Any]) -> None:
     task, store, recipe = quadratic(3, dtype=torch.float32), TrajectoryStore(), replace(RECIPE, rounds=1)
 
@@ -298,18 +284,6 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], 
     assert tuned.verdict.optimism == pytest.approx(max(crossed, by_halves), rel=1e-5)
     assert crossed > 0.05
     assert torch.equal(tuned.ends["metricopt"], finetune(task, metric_policy(fit.f, ALONE, (0.2, 0.3)), 10, 0)[-1])
-
-
-def test_a_half_that_never_differs_is_not_cross_checked(quadratic: Callable[..., Any]) -> None:
-    task = quadratic(dtype=torch.float32)
-    distance = task.distance
-    task = replace(
-        task, metric=Metric(lambda model: (distance(model), (distance(model), 1.0)), maximize=False, bounds=None)
-    )
-    fit = learned(task)
-    assert fit.half_fits == ()
-    before = task.metric.ledger.spent
-    assert len(tune_start(task, fit, recipe=ALONE).ends) == task.metric.ledger.spent - before == 3
 
 
 def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadratic: Callable[..., Any]) -> None:

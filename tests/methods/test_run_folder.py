@@ -1,7 +1,6 @@
 """What a run keeps in its folder, what tells it from others, and what is loaded of it."""
 
 import importlib
-import os
 import shutil
 import sys
 import warnings
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from helpers.inference import put_into
@@ -35,7 +33,6 @@ from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.run_identity import FORMAT
-from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.learners import RidgeLearner
 
@@ -101,25 +98,6 @@ def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> Non
     changed = {"of_a_run": "labels.mean()", "of_a_limit": "0.25"}
     assert_refused(lambda: opened(changed), FileFormatError, "code.of_a_limit:score")
     assert_refused(lambda: opened({}, name="accuracy"), FileFormatError, "metric.name", "of_a_run:score", "accuracy")
-
-
-def test_a_metric_may_change_the_directory(
-    quadratic: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    task = quadratic()
-    task.metric.callbacks.append(lambda query: os.chdir(tmp_path / "elsewhere"))
-    optimize_metric(task, queries=30, strategy=CMAES(), output_dir="run")
-    assert (tmp_path / "run" / "adapter.safetensors").exists()
-    assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_two_runs_do_not_write_to_one_folder(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    task, options = quadratic(), {"queries": 100, "output_dir": tmp_path, "resume": True}
-    with sole_writer(tmp_path):
-        assert_refused(lambda: optimize_metric(task, **options), FileFormatError)
-    assert task.metric.ledger.spent == 0
 
 
 RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
@@ -261,16 +239,3 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
     assert not hasattr(model, "metricopt")
     optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
     assert_refused(lambda: load_run(model, tmp_path / "b", settings(model)), FileFormatError)
-
-
-def test_a_finished_run_has_a_card_that_says_what_it_is(quadratic: Callable[..., Any], tmp_path: Path) -> None:
-    """Names in it are text, and no markup."""
-    task = quadratic()
-    task = task.judged_by(task.metric.with_settings(name="<b>a|b"))
-    result = optimize_metric(task, queries=30, output_dir=tmp_path, callback=Callback())
-    _, head, body = (tmp_path / "README.md").read_text().split("---\n", 2)
-    assert OmegaConf.create(head)["library_name"] == "metricopt-ext"
-    for number in (result.before, result.after):
-        assert f"{number:.4f}" in body
-    assert "<b>" not in body
-    assert "&lt;b>a\\|b" in body

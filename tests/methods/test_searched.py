@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from metricopt_ext import (
     FinetuneTask,
     Metric,
     Result,
-    Setting,
-    Settings,
     Start,
-    StartLine,
     attach_film,
     batchnorm_start,
     load_run,
@@ -173,18 +169,6 @@ def test_a_search_from_a_line_is_of_the_model_there() -> None:
         with task.adapter.applied(replace(start, phi=point)) as model:
             assert normed.metric(model) == cost
     assert len({tuple(point.tolist()) for point in result.points}) > 10
-
-
-def test_a_search_from_a_line_of_phi_alone_is_of_the_same_model(quadratic: Callable[..., Any]) -> None:
-    """With settings it begins at the line's best, as they are tuned there."""
-    task = quadratic()
-    task = replace(task, settings=Settings([Setting("flip", values=(False, True), default=False)], nullcontext))
-    lines = {"line": StartLine(lambda t: Start(t * task.goal), 0.0, 1.0)}
-    result = guided(task, queries=20, strategy=RandomSearch(), starts=lines)
-    assert result.started_at == "line"
-    assert result.strengths["line"] > 0.8
-    assert [task.true_cost(point) for point in result.points] == list(result.costs)
-    assert result.starts["line"] == task.true_cost(result.candidates["line"].phi)
 
 
 # --- Kept work belongs to its point ------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """Averages of models as starts: against sums by hand in float64, and what they cost in queries and memory."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from helpers.networks import BatchNormNet as Net
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext import FinetuneTask, Metric, attach_film, soup_starts
 from metricopt_ext.errors import AdapterError, BudgetError, DataError, FileFormatError
-from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes, variants_of
+from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes
 from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import read_tensors
@@ -196,10 +193,8 @@ FILES: dict[str, Any] = {"checkpoints": ["a.pth", "b.pth"]}
         ({}, ValueError, ()),
         ({**FILES, "finetunes": 3}, ValueError, ("checkpoints",)),
         ({"checkpoints": "a.pth"}, ValueError, ("checkpoints", "a.pth")),
-        ({"checkpoints": ["a.pth"]}, ValueError, ("checkpoints", "1")),
         ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, ValueError, ("checkpoints", "a.pth")),
         ({**FILES, "kinds": ["best"]}, ValueError, ("kinds", "best")),
-        ({"finetunes": 1, "training": Training(9, 0.1)}, ValueError, ("finetunes", "2")),
         ({"finetunes": 2}, ValueError, ("finetunes", "lr")),
         ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, ValueError, ("share", "1.5", "0")),
         ({"checkpoints": ["a.pth", "b.pth", "c.pth"]}, BudgetError, ("3", "kinds")),
@@ -237,35 +232,7 @@ def test_a_search_begins_from_a_soup_that_the_metric_likes_and_keeps_it(files: l
     assert all(torch.equal(each, Net().state_dict()[name]) for name, each in bare.state_dict().items())
 
 
-# --- Memory ------------------------------------------------------------------------------------------------------
-
-PEAK = r"""
-import re, sys, torch
-from pathlib import Path
-import metricopt_ext as mo
-from torch import nn
-model = nn.Sequential(nn.Linear(500, 4000), nn.BatchNorm1d(4000), nn.Linear(4000, 1000)).eval()
-x = torch.randn(4, 500)
-for number in range(8):
-    state = {key: each * (1 + number / 1000) for key, each in model.state_dict().items() if each.is_floating_point()}
-    torch.save({**model.state_dict(), **state}, f"{sys.argv[1]}/{number}.pth")
-metric = mo.Metric(lambda model: float(model(x).sum().detach()), maximize=True, bounds=None)
-task = mo.FinetuneTask(mo.attach_film(model, ["1"], dim=2), metric=metric)
-for count in (2, 8):
-    mo.soup_starts(task, sorted(Path(sys.argv[1]).iterdir())[:count], callback=mo.Callback())
-    print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of a program's own memory")
-def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
-    """A model of 24 MB: 8 files would take 145 MB more than 2 if all were held."""
-    given_back = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed, at once
-    command = [sys.executable, "-c", PEAK, str(tmp_path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=given_back)
-    two, eight = map(int, done.stdout.splitlines()[-2:])
-    assert eight <= 1.1 * two
+# --- Finetunes -----------------------------------------------------------------------------------------------------
 
 
 def trainable(frozen: bool = False) -> FinetuneTask:
@@ -290,18 +257,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 # --- Which -------------------------------------------------------------------------------------------------------
-
-
-def nothing(batch: Any, rng: torch.Generator) -> Any:
-    return batch
-
-
-def test_a_training_without_classes_or_augmentation_varies_in_rate_and_seed() -> None:
-    other = mo.TensorBatches(X, Y, 16)
-    assert [each.rate for each in variants_of(Training(9, 0.1), 3)] == [0.3, 1.0, 0.3]
-    assert not any(each.rebalanced or each.augmented for each in variants_of(Training(9, 0.1), 3))
-    assert len(set(variants_of(Training(9, 0.1, rebalanced=other), 6))) == 4
-    assert variants_of(Training(9, 0.1, rebalanced=other, augment=nothing), 6) == list(VARIANTS[:6])
 
 
 def test_each_is_trained_as_it_says(tmp_path: Path) -> None:

@@ -166,13 +166,3 @@ def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, qua
     if starts == 2:
         assert torch.equal(found[0].points, found[1].points)
         assert found[0].starts == found[1].starts
-
-
-def test_a_line_keeps_what_its_starts_and_the_model_were() -> None:
-    a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.ones(3)})
-    base = {"mean": torch.zeros(3)}
-    line = line_between(a, b, base)
-    before = [each.digest for each in line.ends]
-    for tensor in (a.phi, b.phi, base["mean"], b.buffers["mean"]):
-        tensor.add_(1)
-    assert [each.digest for each in line.ends] == before

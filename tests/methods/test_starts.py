@@ -24,7 +24,7 @@ from metricopt_ext import (
 from metricopt_ext.adapters.start import PlacesOnLine
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
-from metricopt_ext.methods.prior_starts import em_prior_start, em_priors, line_offsets, prior_line, prior_offsets
+from metricopt_ext.methods.prior_starts import em_prior_start, em_priors, line_offsets, prior_line
 from metricopt_ext.methods.starts import all_starts, reestimate_batchnorm, with_start
 
 
@@ -313,13 +313,6 @@ def test_what_has_no_priors_is_refused() -> None:
         metric=Metric(lambda model: 0.0, maximize=True),
     )
     assert_refused(lambda: prior_line(plain, [1, 1, 1]), AdapterError, "phi", "outputs=Outputs()")
-
-
-def test_offsets_are_the_priors_negative_logarithms() -> None:
-    counts = torch.tensor([8, 2, 1])
-    log = torch.tensor([8.0, 2.0, 1.0], dtype=torch.float64).log()
-    torch.testing.assert_close(prior_offsets(counts), log.mean() - log)
-    torch.testing.assert_close(prior_offsets(counts[:2], one_logit=True), log[:1] - log[1:2])
 
 
 def test_two_logits_of_two_classes_are_one_apart_at_least() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.inference import put_into
 from helpers.refusals import assert_refused
-from metricopt_ext import Callback, Metric, Result, Search, Setting, Settings, Start, optimize_metric
+from metricopt_ext import Callback, Metric, Result, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.tuned_settings import SETTINGS
 
@@ -199,19 +199,3 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     names = ("RuntimeError", "4.0", "hard", "3", "40", "phi")
     assert_refused(lambda: run(toy.judged(distance)), MetricError, *names)
     assert toy.now == {"size": 2.0, "kind": "hard"}
-
-
-def test_what_fails_in_the_stage_counts_and_is_not_kept(quadratic: Make) -> None:
-    toy = Toy(quadratic)
-    search = Search(toy.judged(), queries=30)
-    while trials := search.ask(8):
-        for trial in reversed(trials):
-            if trial.settings["size"] == BEST:
-                search.fail(trial.id, "out of memory")
-                continue
-            with trial.applied() as model:
-                search.tell(trial.id, *toy.distance(model))
-    result = search.result()
-    assert result.settings is not None
-    assert result.settings.after == {"size": 4.0, "kind": "soft"}
-    assert (search.spent, search.failed) == (30, 1)
