@@ -110,71 +110,16 @@ def test_labels_may_be_compared_by_ones_own_function(averages: Any) -> None:
     )
 
 
-class Views(torch.utils.data.Dataset[Any]):
-    """Two views of each example, and its label."""
-
-    def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.x[i], self.x[i].flip(0), self.y[i]
-
-
-@pytest.mark.parametrize("kind", ["GlobalEmbeddingSpaceTester", "WithSameParentLabelTester", "two streams"])
-def test_each_tester_has_the_same_of_both(kind: str) -> None:
-    (x, y), (items, labels) = drawn(60, classes=5), drawn(40, 1, classes=5)
-    y[:2], labels[:2] = 0, 1
-    two = kind == "two streams"
-    data = {
-        name: Views(*each) if two else torch.utils.data.TensorDataset(each[0], torch.stack([each[1], each[1] % 2], 1))
-        for name, each in {"train": (x, y), "val": (items, labels)}.items()
-    }
-    splits = None if two else [("train", ["train", "val"]), ("val", ["train"])]
-    found = []
-    for calculator in (theirs.AccuracyCalculator(device=CPU), AccuracyCalculator(ks=(1,), device=CPU)):
-        tester = getattr(testers, "GlobalTwoStreamEmbeddingSpaceTester" if two else kind)(
-            accuracy_calculator=calculator, dataloader_num_workers=0, data_device=CPU
-        )
-        copied = None if splits is None else [(query, list(names)) for query, names in splits]
-        found.append(tester.test(data, 0, nn.Identity(), splits_to_eval=copied))
-    for split, values in found[0].items():
-        assert found[1][split].pop("recall_at_1_level0") == pytest.approx(values["precision_at_1_level0"])
-        assert found[1][split] == {name: pytest.approx(value, abs=1e-9) for name, value in values.items()}
-
-
-def test_the_reciprocal_rank_alone_has_neighbours() -> None:
-    x, y = drawn(30)  # with theirs, it has none unless another metric asks for them
-    alone = RecallCalculator(("mean_reciprocal_rank",), device=CPU).get_accuracy(x, y)
-    both = theirs.AccuracyCalculator(("mean_reciprocal_rank", "precision_at_1"), device=CPU).get_accuracy(x, y)
-    assert alone == {"mean_reciprocal_rank": both["mean_reciprocal_rank"]}
-
-
 @pytest.mark.parametrize(
     ("call", "names"),
     [
         (lambda: AccuracyCalculator(knn_func=CustomKNN(LpDistance()), distance="ip"), ("distance='ip'", "knn_func")),
-        (lambda: RecallCalculator(ks=(0,)), ("1", "0")),
         (lambda: RecallCalculator(("recall_at_5",), ks=(7,)), ("recall_at_7",)),
-        (lambda: RecallCalculator(ks=(1,)).get_accuracy(*drawn(30), include=("recall_at_3",)), ("recall_at_3",)),
-        (lambda: RecallCalculator().get_accuracy(*drawn(30), drawn(30)[0]), ("reference", "reference_labels")),
         (lambda: RecallCalculator().get_accuracy(*drawn(30), *drawn(30, 1), True), ("queries",)),
     ],
 )
 def test_what_contradicts_itself_is_refused(call: Any, names: tuple[str, ...]) -> None:
     assert_refused(call, ValueError, *names)
-
-
-def test_embeddings_may_lie_anyhow_in_memory() -> None:
-    """Every other row of a tensor, and an array of another byte order; FAISS ended in an AssertionError."""
-    x, y = drawn(60)
-    calculator = AccuracyCalculator(("mean_average_precision", "recall_at_1"), ks=(1,), device=CPU)
-    expected = calculator.get_accuracy(x[::2].clone(), y[::2], x[1::2].clone(), y[1::2])
-    assert calculator.get_accuracy(x[::2], y[::2], x[1::2], y[1::2]) == expected
-    swapped = x.numpy().astype(">f4")
-    assert calculator.get_accuracy(swapped[::2], y[::2], swapped[1::2], y[1::2]) == expected
 
 
 def test_cosine_is_pytorch_metric_learning_s() -> None:

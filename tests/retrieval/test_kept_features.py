@@ -112,18 +112,6 @@ def test_memory_is_bounded_and_one_warning_says_so(made: Callable[..., Any]) -> 
     assert kept.nbytes == part
 
 
-@pytest.mark.parametrize(
-    ("layers", "gib"), [(["trunk.norm1"], 1.0), (["trunk.conv1", "trunk.head"], 1.0), (["trunk.norm2"], 0.0)]
-)
-def test_nothing_is_kept_where_it_is_not_worth_it(made: Callable[..., Any], layers: list[str], gib: float) -> None:
-    adapter, kept = made(*layers), KeptFeatures(IMAGES, gib)
-    if layers == ["trunk.norm1"]:
-        wide = nn.Conv2d(4, 4, 15, padding=7)
-        adapter.model.trunk.middle = wide.eval().requires_grad_(False)  # most of the work
-    assert_same(adapter, kept)
-    assert kept.nbytes == 0
-
-
 @pytest.mark.parametrize("reason", ["torch.fx", "hooks"])
 def test_a_model_that_can_t_be_cut_is_told_of_once(reason: str, made: Callable[..., Any]) -> None:
     adapter, kept = made("trunk.norm2"), KeptFeatures(IMAGES[:8], 1.0)

@@ -236,11 +236,9 @@ def test_an_own_function_is_given_copies_and_its_arguments(tmp_path: Path) -> No
     [
         ("recal", {}, ("metric.name='recal'", "ndcg")),
         ("recall", {"ks": [0]}, ("ks",)),
-        (OWN, {"bounds": [1.0, -1.0]}, ("metric.bounds",)),
         (OWN, {"bounds": [-1.0, 1.0], "kwargs": {"metrics": "l2"}}, ("metrics", "(24, 5)")),
         ("sklearn.metrics:davies_bouldin_score", {}, ("bounds", "(24, 5)")),
         ("sklearn.metrics:nothing", {}, ("nothing",)),
-        ("no_such_module:score", {}, ("no_such_module",)),
     ],
 )
 def test_impossible_metrics_are_refused_before_the_work(
