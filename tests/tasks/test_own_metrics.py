@@ -27,9 +27,7 @@ def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:
     ("name", "change", "names"),
     [
         ("statistics:nothing", {}, ("statistics", "nothing")),
-        ("no_such_module:f", {}, ("no_such_module",)),
         ("statistics:mean", {"bounds": [1.0, 1.0]}, ("metric.bounds",)),
-        ("statistics.nothing:f", {}, ("modules", "metric.folder")),
         ("fractions:Fraction", {"kwargs": {"half": 1}}, ("metric.name=fractions:Fraction",)),
     ],
 )

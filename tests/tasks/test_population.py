@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.tasks import population
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import activations
 from metricopt_ext.tasks.task import FinetuneTask
 
 METRIC = Metric(lambda: 0.0, maximize=True)
@@ -64,38 +62,6 @@ def ragged(seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
 def made(model: nn.Module, batches: Any = numbers, attach: Any = attach_film, loss: Any = cross_entropy, **how: Any):
     return FinetuneTask(attach(model, **({"dim": 4} if attach is attach_film else {})), loss=loss, batches=batches,
                         metric=METRIC, **how)  # fmt: skip
-
-
-@pytest.mark.parametrize("number", [4, 16])
-def test_the_largest_that_fits_is_taken(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = made(mlp())
-    model = task.adapter.model
-    batch = numbers(0, 0, 0)
-    phi = task.origin().requires_grad_(True)
-
-    def run() -> Tensor:
-        with task.adapter.using(phi):
-            return cross_entropy(model, batch)
-
-    needed = activations(model, run, batch).size
-    for memory, fitting in ((number * needed, number), (number * needed - 1, {4: 1, 16: 4}[number]), (32 * needed, 32)):
-        monkeypatch.setattr(population, "MEMORY", memory)
-        assert replace(task, population=None).population == fitting
-
-
-def test_activations_are_counted_by_hand() -> None:
-    weight, x = nn.Parameter(torch.randn(6, 50)), torch.randn(10, 6)
-    model = nn.ParameterList([weight])
-    scale = torch.ones(50, requires_grad=True)
-
-    def run() -> Tensor:
-        h = (x @ weight.detach()) * scale  # keeps the product; its gradient is not asked for
-        return (h.view(50, 10) ** 2).sum()  # keeps a view of h
-
-    found = activations(model, run, x)
-    kept = 4 * (500 + 500)  # x @ weight, and h
-    assert found.size == kept + 4 * x.numel() + 4 * 500  # and the batch, and the largest tensor
-    assert found.rounding == torch.finfo(torch.float32).eps
 
 
 def test_a_model_that_vmap_can_not_take_is_computed_one_by_one() -> None:

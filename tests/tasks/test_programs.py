@@ -68,7 +68,6 @@ def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
         (lambda: Printed("AP (", "--halves"), ("--halves",)),
         (lambda: Printed(r"AP \d+", "--halves"), ("--halves",)),
         (lambda: Written("metrics.json", "--parse-json"), ("FILE:KEY",)),
-        (lambda: Written(":key", "--parse-json"), ("FILE:KEY",)),
     ],
 )
 def test_places_that_hold_no_number_are_refused(make: Callable[[], object], names: tuple[str, ...]) -> None:
@@ -173,20 +172,16 @@ def test_a_failure_says_in_which_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         # It goes on behind the group.
         (r"loss: ([0-9.]+)", "loss: 7.311e-05", "'7.311e-05'"),
         (r"loss: ([0-9.]+)", "loss: 1,234.5", "'1,234.5'"),
-        (r"loss: (\d+)", "loss: 0.73", "'0.73'"),
         (r"loss: ([0-9.]+).* time", "loss: 7.3e-05 time: 3 s", "'7.3e-05'"),  # whatever the pattern matches there
         (r"copypaste: [0-9.]+,([0-9.]+)", "copypaste: 45.1,52.25,48.0", 52.25),  # a list
         (r"epoch (\d+),", "epoch 3,85", 3.0),  # a comma that the pattern names
-        (r"AP ([0-9.]+)", "AP 85.3% eager", 85.3),
         # It begins before the group.
         (r"R2\D+([0-9.]+)", "R2: -0.95", "'-0.95'"),
         (r"R2\D+([0-9.]+)", "R2: \u22120.95", "'\u22120.95'"),
         (r"accuracy.*([0-9.]+)", "accuracy: 0.8731", "'0.8731'"),
         (r"([0-9.]+)", "loss 0,7311", "'0,7311'"),
-        (r"e([-\d]+)", "7.3e-05", "'7.3e-05'"),
         (r"([0-9.]+)", "0.5,0.6", 0.6),  # a list
         (r"val-([0-9.]+)", "val-0.93", 0.93),  # a hyphen
-        (r"accuracy\.+([0-9.]+)", "accuracy....0.93", 0.93),
     ],
 )
 def test_a_number_is_not_cut(pattern: str, output: str, found: str | float) -> None:
@@ -242,16 +237,11 @@ def test_the_text_is_what_was_written_or_a_number_of_ten_digits() -> None:
         (["nms"], [], ("--setting", "LOW:HIGH:SCALE")),
         (["checkpoint=a,b"], [], ("{checkpoint}",)),
         (["nms=0.5"], [], ("--setting", "LOW", "HIGH")),
-        (["nms=low:high"], [], ("LOW", "HIGH")),
-        (["nms=0:1e999"], [], ("nms", "inf")),
         (["nms=0.3:0.9:ln"], [], ("scale", "'ln'")),
         (["nms=0.0:0.9:log"], [], ("log", "0")),
-        (["nms=0.3:0.9,0.5"], [], ("nms=0.3:0.9",)),
-        (["nms=a,{b}"], [], ()),
         (["nms=1,2", "nms=3,4"], [], ()),
         (["nms=0.3:0.9"], ["nms=0.2"], ("0.2", "0.3", "0.9")),
         (["nms=0.3:0.9"], ["nsm=0.5"], ("--default", "nsm=0.5", "nms")),
-        (["nms=0.3:0.9"], ["nms=0.5", "nms=0.6"], ()),
         (["mode=a,b"], ["mode=c"], ("'c'", "'a'", "'b'")),
     ],
 )

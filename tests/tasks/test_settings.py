@@ -1,12 +1,10 @@
 """Settings of inference: what they may be, on which scale, and how they are put to use."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -198,18 +196,12 @@ def test_what_is_free_must_take_no_longer_than_it_may() -> None:
     ("arguments", "error", "names"),
     [
         ({"low": 1.0, "high": 0.0}, ValueError, ("1.0",)),
-        ({"low": 0.0, "high": math.inf}, ValueError, ("inf",)),
         ({"low": 0.0, "high": 1.0, "scale": "log"}, ValueError, ("0.0", "scale")),
-        ({"low": 0.5, "high": 1.0, "scale": "logit"}, ValueError, ("0.5", "1.0")),
         ({"low": 0.0, "high": 0.4}, ValueError, ("0.5", "0.4")),
         ({"low": 0.0, "high": 1.0, "values": (0.5, 1.0)}, ValueError, ("values",)),
-        ({"low": np.int64(0), "high": 1.0}, TypeError, ("k", "int", "float")),
         ({"values": (0.5, 0.5)}, ValueError, ("values",)),
-        ({"values": (0.5, math.nan)}, ValueError, ("values",)),
-        ({"values": (0.5, [])}, TypeError, ("values",)),
         ({"values": (1, 2)}, ValueError, ("default", "0.5", "1", "2")),
         ({"values": (True, False), "default": 1}, ValueError, ("1", "True", "False")),
-        ({"low": 0.0, "high": 1.0, "default": True}, ValueError, ("default", "True")),
         ({"low": 0.0, "high": 1.0, "inference": 0.0}, ValueError, ("inference", "0.0")),
     ],
 )
@@ -220,22 +212,13 @@ def test_what_is_no_setting_is_refused(arguments: dict[str, Any], error: Any, na
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"settings": SIZE}, ("settings", "Setting")),
         ({"settings": [SIZE, SIZE]}, ("settings",)),
-        ({"settings": []}, ()),
-        ({"apply": None}, ("apply",)),
         ({"presets": {"mine": lambda values: None}}, ("mine", "settings", "None")),
         ({"presets": {"larger": lambda values: {"size": 2 * values["size"]}}}, ("800", "320", "400", "480")),
     ],
 )
 def test_what_are_no_settings_is_refused(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
     assert_refused(lambda: Settings(**{"settings": [SIZE, FLIP], "apply": noting([]), **arguments}), ValueError, *names)
-
-
-@pytest.mark.parametrize("found", [0, math.nan, None])
-def test_a_function_of_no_factor_is_refused(found: Any) -> None:
-    sized = Setting("size", values=(320, 400), default=400, inference=lambda size: found)
-    assert_refused(lambda: Settings([sized], noting([])), ValueError, "inference(400)", found)
 
 
 SETTINGS = Settings(
@@ -282,14 +265,10 @@ def test_default_and_factor_are_beside_the_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "names"),
     [
-        ("size: 1.41", ("size",)),
         ("size: {value: 1, default: 1}", ("value", "default")),
-        ("1: {value: 1, default: 1, factor: 1}", ("1",)),
-        ("size: {value: [1], default: 1, factor: 1}", ("size", "1")),
         ("size: {value: .inf, default: 1, factor: 1}", ("size", "inf")),
         ("size: {value: 1, default: 1, factor: 1}\nsize: {value: 2, default: 1, factor: 1}", ("size",)),
         ("size: !!python/object/apply:os.getpid []", ()),
-        ("a: &a [*a]", ()),
         ("", ()),
         (None, ("inference.yaml",)),
     ],

@@ -101,20 +101,6 @@ def test_observations_are_drawn_evenly(steps: int, evals: int, ends: Any) -> Non
     assert (inner - 2500 * (evals - 2 * (ends == "observed")) / max(1, len(inner))).abs().le(150).all()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "names"),
-    [
-        ({"evals": 1}, ("evals", "1", "11")),
-        ({"evals": 12}, ("evals", "12")),
-        ({"evals": 11, "ends": "random"}, ("evals", "11", "random")),
-        ({"seed": -1}, ("seed", "-1")),
-    ],
-)
-def test_impossible_observations_are_refused(wrong: dict[str, Any], names: tuple[str, ...]) -> None:
-    given = {"steps": 10, "evals": 3, "seed": 0, "index": 0, **wrong}
-    assert_refused(lambda: observation_steps(**given), ValueError, *names)
-
-
 def run(task: Any, store: TrajectoryStore, indices: Sequence[int] = range(5), **kwargs: Any) -> list[Trajectory]:
     settings: dict[str, Any] = {"round": 0, "start_std": 0.5, "steps": 6, "evals": 3, "seed": 8, **kwargs}
     return collect(task, store, lambda chunk: LossStep(0.2), indices=indices, **settings)
@@ -344,18 +330,6 @@ def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.d
     before = path.read_bytes()
     again.tell(again.evaluations[1])
     assert path.read_bytes() == before
-
-
-def test_a_refused_write_changes_nothing(tmp_path: Path) -> None:
-    def refuse() -> None:
-        raise FileFormatError("gone")
-
-    kept = KeptEvaluations(tmp_path / "kept.json", UNBOUNDED, refuse)
-    point = KeptPoint.of(0, phi(torch.float32), START)
-    kept.ask([point], write=False)
-    assert_refused(lambda: kept.tell(KeptEvaluation.evaluated(point, Evaluation(0.5), 1)), FileFormatError, "gone")
-    assert (kept.evaluations, kept.open) == ({}, {0: point})
-    assert list(tmp_path.iterdir()) == []
 
 
 def written(path: Path, **changes: Any) -> None:
