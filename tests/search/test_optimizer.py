@@ -284,20 +284,13 @@ def test_several_parameters_are_one_vector() -> None:
     ("settings", "names"),
     [
         ({"lr": -0.1}, ("lr", "-0.1")),
-        ({"trust": 0.0}, ("trust", "0.0")),
         ({"metric_step": float("inf")}, ("metric_step", "inf")),
-        ({"history": 0}, ("history", "0", "1")),
         ({"steps": 0}, ("steps", "0", "1")),
         ({"optimizer": "rmsprop"}, ("optimizer", "rmsprop", "sgd", "adam")),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
     assert_refused(lambda: MetricOpt([parameter()], make_f(), **settings), ValueError, *names)
-
-
-@pytest.mark.parametrize("f", [None, "f.safetensors"])
-def test_what_is_no_value_function(f: Any) -> None:
-    assert_refused(lambda: MetricOpt([parameter()], f), TypeError, "f", type(f).__name__, "load_value_function")
 
 
 def test_f_of_another_adapter() -> None:
@@ -388,15 +381,3 @@ def test_adams_direction_is_torchs() -> None:
         direction, memory = adam_direction(gradient, memory)
         ours = ours - 0.05 * direction
         torch.testing.assert_close(ours, torch.stack([p.detach() for p in phi]), rtol=1e-12, atol=1e-14)
-
-
-def test_metricopt_with_adam_continues_bit_for_bit() -> None:
-    f, phi = make_f(), parameter()
-    optimizer = MetricOpt([phi], f, optimizer="adam")
-    train(optimizer, phi, 3)
-    resumed = nn.Parameter(phi.detach().clone())
-    other = MetricOpt([resumed], f)
-    other.load_state_dict(optimizer.state_dict())
-    train(optimizer, phi, 3, start=3)
-    train(other, resumed, 3, start=3)
-    assert torch.equal(phi, resumed)

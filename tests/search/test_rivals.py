@@ -16,7 +16,6 @@ from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.noisy_ei import NoisyEI
 from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.strategy import Answer, Answers, SearchStrategy
-from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation
 from testers.strategy import StrategyTester
 
@@ -100,27 +99,6 @@ def test_points_stay_in_the_box_and_a_longer_run_goes_on(quadratic: Callable[...
     short, long = (search(task, start, queries, seed=2).points for queries in (12, 16))
     assert float((long - start).abs().max()) <= 0.2 + 1e-12
     assert torch.equal(long[:12], short)
-
-
-def test_optuna_is_told_how_far_each_point_is_beyond_the_limits(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start's, those that the sampler asked for, and those of other points that were told in their place."""
-    optuna, studies = pytest.importorskip("optuna"), list[Any]()
-    create = optuna.create_study
-    monkeypatch.setattr(optuna, "create_study", lambda **options: studies.append(create(**options)) or studies[-1])
-    task = quadratic(dim=2)
-    state = OptunaSampler().begin(task, task.origin(), 6, seed=1)
-    while len(points := state.ask()):
-        point = points[0] if len(state.points) != 3 else torch.full((2,), 0.125, dtype=torch.float64)
-        state.tell(0, Evaluation(task.true_cost(point), also={"first": float(point[0]), "flat": 2.0}), point)
-        state.subject_to(parse_constraints({"first": "<= start + 0.1", "flat": ">= 3"}, "distance"))
-    (study,) = studies
-    told = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
-    assert [trial.value for trial in told] == [each.cost for each in state.evaluations]
-    found = [trial.system_attrs["constraints"] for trial in told]
-    assert found == [pytest.approx((float(point[0]) - 0.1, 1.0)) for point in state.points]
-    assert float(state.points[3][0]) == 0.125
 
 
 def told(box: Box, unit: Tensor, answers: Callable[[Tensor], list[Answer]]) -> Any:

@@ -1,9 +1,6 @@
 """What is told of a search's queries, and the points that f is fitted to in a long one."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +8,9 @@ from torch import Tensor
 
 from helpers.tensors import rand
 from metricopt_ext.search import visited
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
-from metricopt_ext.value.loading import load_value_function
-
-SEARCH = GuidedTrustRegion()
 
 
 def filled(points: Tensor, cost: Tensor, start: int = 0) -> Visited:
@@ -91,33 +84,6 @@ def test_a_point_that_f_was_not_fitted_to_is_no_best(monkeypatch: pytest.MonkeyP
     assert found.best(f) == int(order[0])
     assert sorted(order.tolist()) == known.tolist()
     torch.testing.assert_close(f.mean(points[order]), f.mean(points[known]).sort().values)  # but for rounding
-
-
-def test_the_end_of_a_long_search(
-    quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is the mean of the best by f; f's quality counts all that was predicted; its file has as many points as f."""
-    limited(monkeypatch, 40, 50)
-    task = quadratic()
-    end = SEARCH(task, task.origin(), 150)
-    assert end.f is not None
-    seen = filled(end.points, torch.tensor([each.cost for each in end.evaluations], dtype=torch.float64))
-    assert torch.equal(end.f.points, end.points[seen.fitted()])
-    order = seen.order(end.f)
-    mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 50
-    assert any(torch.equal(end.phi, each) for each in (mean_of_best, end.points[order[0]]))
-    assert end.cost <= end.evaluations[int(order[0])].cost + end.f.noise_std
-    assert end.f.quality is not None
-    assert end.f.quality.points == len(end.predicted) == 149 - 5
-    assert end.predicted[:, 1].tolist() == [each.cost for each in end.evaluations[5:]]
-    assert end.gain_over(task.origin()) > 0
-    reach = max(float((end.f.points - end.phi).norm(dim=1).quantile(0.95)), float(end.phi.norm()))
-    assert float(end.f.radius) == pytest.approx(reach, rel=1e-5)
-    end.f.save(tmp_path / "f.safetensors")
-    loaded = load_value_function(tmp_path / "f.safetensors", dim=4)
-    assert isinstance(loaded, GPValueFunction)
-    assert loaded.settings() == {"dim": 4, "points": 50}
-    assert torch.equal(loaded.points, end.f.points)
 
 
 def test_hyper_parameters_are_chosen_anew_after_a_quarter_more_points_and_a_last_fit_leaves_no_trace() -> None:
