@@ -208,9 +208,6 @@ def test_the_exponent_is_that_of_the_process(exponent: float) -> None:
     assert right >= 20
 
 
-# --- What is refused ---------------------------------------------------------------------------------------------
-
-
 # --- Domain, files, precision ------------------------------------------------------------------------------------
 
 

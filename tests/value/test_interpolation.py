@@ -12,8 +12,6 @@ import torch
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-from helpers.refusals import assert_named
-from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess, Skill
 from metricopt_ext.value.labels import GaussianProcessLabels
@@ -136,31 +134,6 @@ def test_nearly_constant_trajectories(along: Callable[..., Trajectory], gap: flo
     assert ((labels.cost - torch.tensor([0.5] * 5 + [0.9])[labels.trajectory]).abs() < 100 * gap + 1e-3).all()
 
 
-@pytest.mark.filterwarnings("ignore:A not p.d.")
-def test_singular_covariance_names_the_trajectory(along: Callable[..., Trajectory]) -> None:
-    stiff = GaussianProcess(length_scale=1e6, output_scale=1e14, noise=1e-30)
-    fine, bad = along(1000, [0, 1000], [0.1, 0.2], index=3), along(1000, [0, 1], [0.1, 0.2], index=8, round=2)
-    assert len(stiff.posterior([fine, fine])) == 2
-    for use in (stiff.posterior, stiff.predict_left_out):
-        with pytest.raises(ValueFunctionError) as caught:
-            use([fine, bad, fine])
-        assert_named(caught, "8", "2")
-
-
-@pytest.mark.parametrize("cost", [math.nan, math.inf])
-def test_costs_that_are_not_finite_name_the_trajectory(
-    along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]], cost: float
-) -> None:
-    data = [*mixed(), along(10, [0, 5, 10], [0.1, cost, 0.2], index=8, round=2)]
-    for use in (GaussianProcess.fit, PLAIN.posterior, PLAIN.predict_left_out):
-        with pytest.raises(ValueFunctionError) as caught:
-            use(data)
-        assert_named(caught, "8", "2")
-
-
-# --- Uncertainty and size ----------------------------------------------------------------------------------------
-
-
 # --- Skill ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +187,3 @@ def test_skill_is_its_definition(along: Callable[..., Trajectory], mixed: Callab
 )
 def test_skill_needs_size_and_certainty(gp: float, error: float, skilful: bool) -> None:
     assert Skill(gp, 1.0, 1.0, error, 30, 10).skilful is skilful
-
-
-# --- Cost ----------------------------------------------------------------------------------------------------------

@@ -42,23 +42,6 @@ def test_a_member_never_sees_its_fold(
     assert (after - before)[:, ~blind].abs().mean(0).min() > 1e-3
 
 
-@pytest.mark.parametrize("learner", [QUICK, RidgeLearner()])
-def test_learning_is_reproducible_and_keeps_to_itself(
-    smooth: Callable[[Tensor], Tensor],
-    trajectories: Callable[..., list[Trajectory]],
-    learner: Any,
-) -> None:
-    data = Observations.of(trajectories(smooth))
-    state = torch.get_rng_state()
-    first = fit_value_function(data, [learner], folds=3, seed=4).f.state_dict()
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(5)
-    again = fit_value_function(data, [learner], folds=3, seed=4).f.state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    other = fit_value_function(data, [learner], folds=3, seed=5).f.state_dict()
-    assert not all(torch.allclose(first[key], other[key]) for key in first)
-
-
 @pytest.mark.outcome
 def test_neural_learner_learns_a_smooth_function(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]]

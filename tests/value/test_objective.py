@@ -19,7 +19,6 @@ from metricopt_ext.value.objective import (
     regression_loss,
     sampled_triplets,
 )
-from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 B, M, E = 9, 3, 4
@@ -222,12 +221,6 @@ def test_objective_is_the_weighted_sum(beta: float) -> None:
     expected = expected + beta * ordinal_loss(features, triplets)
     loss = Objective(gamma=4, beta=beta, miner=sampled_triplets)(f, phi, cost, sigma, rng(6))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-
-
-def observations(cost: Tensor, sigma: Tensor) -> Observations:
-    n = len(cost)
-    index = torch.zeros(n, dtype=torch.long)
-    return Observations(torch.randn(n, 5, generator=rng()), cost, sigma, index, index, cost, torch.ones(n).bool())
 
 
 # --- Collapse ------------------------------------------------------------------------------------------------

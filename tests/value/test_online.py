@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from metricopt_ext.value.objective import Objective, regression_loss
 from metricopt_ext.value.observations import Observations
@@ -70,20 +69,6 @@ def test_f_is_ready_to_be_followed() -> None:
         h = linear(h)
         h = torch.nn.functional.batch_norm(h.flatten(1), None, None, norm.weight, norm.bias, True).view_as(h).relu()
     torch.testing.assert_close(f(data.phi), f.predict(h).squeeze(1), rtol=1e-3, atol=1e-4)
-
-
-def test_meta_batches_hold_the_newest_tasks() -> None:
-    online = OnlineReptile(ReptileLearner(tasks=4, points=2), DIM, seed=0)
-    data = Observations.joined([task(i) for i in range(9)])
-    drawn = set()
-    for seed in range(20):
-        batch: Tensor = online._batch(data, 2, torch.Generator().manual_seed(seed))
-        assert batch.shape == (8, 1)
-        tasks = data.trajectory[batch[:, 0]].unique().tolist()
-        assert {7, 8} <= set(tasks)
-        assert len(tasks) == 4
-        drawn |= set(tasks)
-    assert drawn == set(range(9))
 
 
 def test_its_state_continues_bit_for_bit() -> None:

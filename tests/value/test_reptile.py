@@ -259,6 +259,3 @@ def test_repr_is_the_same_in_every_process() -> None:
     """Resumed runs are recognised by it."""
     assert "0x" not in repr(ReptileLearner()) + repr(ReptileLearner.paper())
     assert "hardest_triplets" in repr(ReptileLearner.paper())
-
-
-# --- Adaptation ----------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.refusals import assert_named
 from helpers.tensors import rand, rand32
-from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
@@ -108,16 +106,6 @@ def test_gradient_is_the_slope(make: Any, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradient, slopes, rtol=1e-5, atol=1e-7)
 
 
-@each_kind
-@pytest.mark.parametrize("shape", [(4,), (3, 6), (5, 1)])
-def test_phi_of_another_dimension(make: Any, shape: tuple[int, ...]) -> None:
-    f = make()
-    for call in (f, f.gradient):
-        with pytest.raises(ValueFunctionError) as caught:
-            call(torch.zeros(shape))
-        assert_named(caught, shape[-1], "5")
-
-
 # --- Quality -------------------------------------------------------------------------------------------------
 
 
@@ -136,11 +124,8 @@ def test_confidence_bound(spearman: float, trajectories: int, lower: float) -> N
         ({}, True),
         ({"spearman": 0.3}, True),
         ({"spearman": 0.25}, False),
-        ({"spearman": -0.9}, False),
         ({"trajectories": 3}, False),
         ({"mae": 0.1}, False),
-        ({"mae": 0.2}, False),
-        ({"spearman": math.nan}, False),
         ({"mae": math.nan}, False),
     ],
 )
