@@ -30,7 +30,6 @@ def test_our_configurations_load_and_can_be_run(file: Path) -> None:
         ("model.batch_size=-5", ("model.batch_size=-5",)),
         ("metric.bounds=[1,0]", ("metric.bounds", "0.0")),
         ("data.name=csv", ("data.name=csv", "data.target=COLUMN")),
-        ("data.name=csv data.target=y data.missing=zero", ("data.missing='zero'",)),
     ],
 )
 def test_numbers_out_of_range_are_refused_before_any_work(override: str, names: tuple[str, ...]) -> None:

@@ -67,7 +67,6 @@ def test_the_report_has_what_the_written_models_do(tmp_path: Path) -> None:
     [
         (["data.kind=ordinal"], ("data.kind='ordinal'", "tune_model")),
         (["data.target=red"], ("data.target='red'", "data.targets")),
-        (["metric.name=accuracy"], ("data.kind=multilabel", "micro_f1")),
         (["data.imbalance=3"], ("data.kind=multilabel",)),
         (["methods=[sl_r]"], ("methods=[sl_r]", "data.kind=multilabel")),
     ],

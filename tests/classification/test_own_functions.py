@@ -38,10 +38,6 @@ def focal(logits, labels, gamma=2.0):
 def each(logits, labels): return F.cross_entropy(logits, labels, reduction="none")
 def constant(logits, labels): return torch.tensor(1.0)
 def unordered(logits, labels): return F.cross_entropy(labels, logits)
-class Weighted(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
 """
 TABLE = ["model.name=tabular_mlp"]
 
@@ -77,7 +73,6 @@ def test_a_loss_is_called_with_logits_and_labels(folder: str) -> None:
         ("each", ("(10, 3)", "one finite number")),
         ("constant", ("gradient",)),
         ("unordered", ("loss.params",)),
-        ("Weighted", ("weights",)),
     ],
 )
 def test_a_loss_is_tried_on_the_model_before_it_is_trained(folder: str, name: str, names: tuple[str, ...]) -> None:

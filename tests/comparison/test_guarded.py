@@ -67,7 +67,6 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
         (50.0, 50.1, "prior", 3.0, 3.0),
         (99.9, 99.8, TRAINED, 0.0, 7.0),
         (99.9, 0.0, "search", 7.0, 7.0),
-        (50.0, 60.0, "prior", 3.0, 3.0),
         (99.9, 120.0, TRAINED, 0.0, 3.0),
     ],
 )

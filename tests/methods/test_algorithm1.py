@@ -156,11 +156,8 @@ def test_trajectories_of_meta_training_follow_the_loss_alone(quadratic: Callable
 
 WRONG: list[tuple[str, Any]] = [
     ("optimizer", "lbfgs"),
-    ("evals", 202),
     ("metric_rate", math.inf),
     ("history", True),
-    ("ends", "first"),
-    ("learner", "ridge"),
     ("labels", "gp"),
 ]
 

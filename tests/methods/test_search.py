@@ -134,9 +134,9 @@ def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
 # --- What is told, by hand -----------------------------------------------------------------------------------------
 
 
-def answer(search: Search, costs: Callable[[int], float | None], *, most: int = 99) -> None:
+def answer(search: Search, costs: Callable[[int], float | None]) -> None:
     """Tell a cost for each trial by its number; None is a failure."""
-    for trial in search.ask(most):
+    for trial in search.ask(99):
         cost = costs(trial.id)
         search.fail(trial.id) if cost is None else search.tell(trial.id, cost)
 
