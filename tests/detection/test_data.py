@@ -19,6 +19,8 @@ from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import DataError
 
 CLASSES = ("cat", "dog")
+
+
 def examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
     """Make blank images with two objects each, one of either class."""
     rng = torch.Generator().manual_seed(seed)

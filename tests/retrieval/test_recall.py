@@ -3,6 +3,7 @@
 import doctest
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,32 @@ ZERO[6] = 0
 )
 def test_refuses_what_it_can_not_use(arguments: Any, options: Any, names: tuple[str, ...]) -> None:
     assert_refused(lambda: recall_at_k(*arguments, **{"ks": (1,), **options}), DataError, *names)
+
+
+@pytest.mark.slow
+def test_searches_on_a_gpu_where_faiss_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAISS' GPU classes are played by those of the CPU: only how they are called is tested."""
+    asked: list[Any] = []
+
+    class Resources:
+        def setTempMemory(self, size: int) -> None:  # noqa: N802 (its name in FAISS)
+            assert size <= 2**28  # it stays taken while the process lives
+
+    def index(kind: Any) -> Any:
+        return lambda resources, d: asked.append(resources) or kind(d)
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    monkeypatch.setattr(faiss, "StandardGpuResources", Resources, raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatL2", index(faiss.IndexFlatL2), raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatIP", index(faiss.IndexFlatIP), raising=False)
+    x, y = clusters(3000, 64)
+    for threads in (1, 2):  # FAISS lets one thread alone use resources: each has its own
+        with ThreadPoolExecutor(1) as one:
+            for distance in ("l2", "ip"):
+                found = one.submit(recall_at_k, x, y, (1, 10), distance=distance).result()
+                assert found.at == raw_faiss(x, y, (1, 10), distance)
+            one.submit(recall_at_k, x, y, (2500,)).result()  # too many neighbours for a GPU
+        assert (len(asked), len({*map(id, asked)})) == (2 * threads, threads)
 
 
 # --- The black box ----------------------------------------------------------------------------------------------
