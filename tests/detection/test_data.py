@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.refusals import assert_refused
-
 pytest.importorskip("torchvision")
 
 from metricopt_ext.detection.config import DetectionConfig, VOCConfig
@@ -16,7 +14,6 @@ from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
-from metricopt_ext.errors import DataError
 
 CLASSES = ("cat", "dog")
 
@@ -71,10 +68,3 @@ def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Pat
     assert [len(part) for part in (first.train, first.validation, first.test)] == [4, 2, 4]
     assert set(ids(first.train)) <= set(ids(load_splits(config_of(tree), 0, tmp_path).train))
     assert ids(first.train) == ids(again.train) != ids(other.train)
-
-
-def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
-    tree, more = voc_tree(tmp_path / "voc"), voc_tree(tmp_path / "more", ("cat", "horse"))
-    assert_refused(
-        lambda: load_splits(config_of(tree, more_train=[str(more)]), 0, tmp_path), DataError, "more", "data.classes"
-    )

@@ -196,7 +196,7 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
     assert len(ran) == (3 if expected else 5)
 
 
-def test_the_loss_and_copies_are_as_without() -> None:
+def test_the_loss_is_as_without() -> None:
     model = small_detector("MaskRCNN")
     adapter = attach_film(model, ["roi_heads.mask_head.0.0"], dim=2)
     plain = copy.deepcopy(model)
@@ -210,9 +210,3 @@ def test_the_loss_and_copies_are_as_without() -> None:
     assert torch.equal(*losses)
     losses[0].backward()
     assert adapter.phi.grad.abs().max() > 0
-    other = copy.deepcopy(model)  # of a start that has other tensors
-    with torch.no_grad():
-        for each in (other, plain):
-            each.backbone.body[0].weight.mul_(1.1)
-        ours, whole = (each.eval()([image]) for each in (other, plain))
-    assert torch.equal(ours[0]["masks"], whole[0]["masks"])

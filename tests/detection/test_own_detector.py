@@ -145,13 +145,6 @@ def test_torchvisions_two_stages_are_taken_apart_and_others_are_not(toolkit_of: 
     torch.testing.assert_close(toolkit.loss(model, examples), 2 * expected)
     attach_film(model, ["roi_heads.box_head.*"], dim=3)
     assert not served(model)  # whose features are computed as torchvision's are
-    assert_refused(
-        lambda: toolkit_of(Plain(GOOD), classification_loss="ap").build(2, seed=0),
-        ConfigError,
-        "'ap'",
-        "GeneralizedRCNN",
-        "model.name",
-    )
 
 
 @pytest.mark.parametrize(

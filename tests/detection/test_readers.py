@@ -29,7 +29,6 @@ from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import read_voc, write_voc
 from metricopt_ext.detection.yolo import read_yolo
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.utils.config import load_config
 from testers.loader import (
     PARTS,
     Edit,
@@ -392,20 +391,6 @@ def test_classes_are_compared_by_name_whatever_their_numbers(tmp_path: Path) -> 
     assert_refused(lambda: DetectionLoader.read(reader, tmp_path, **keys), DataError, "emu", "data.val")
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "bringing"),
-    [
-        ("scenes", "data.train=a.json", "voc or coco or yolo"),
-        ("coco", "data.more_train=[a]", "voc"),
-        ("voc", "shift.contrast=0.5", "scenes"),
-    ],
-)
-def test_a_key_of_other_data_is_refused_by_their_names(name: str, override: str, bringing: str) -> None:
-    key = override.partition("=")[0]
-    names = (key, f"data.name={bringing}", f"data.name={name}")
-    assert_refused(lambda: load_config(DetectionConfig, None, [f"data.name={name}", override]), ConfigError, *names)
-
-
 # --- COCO -----------------------------------------------------------------------------------------------------------
 
 # Ids with gaps, neither images nor categories in their order; a crowd region; an image without objects.
@@ -537,20 +522,6 @@ BY_CORNERS = [{**RESULTS[0], "bbox": [3, 4, 8, 10]}, {**RESULTS[1], "bbox": [0, 
 )
 def test_wrong_detections_are_named(data: Any, tmp_path: Path, content: Any, names: tuple[str, ...]) -> None:
     assert_refused(lambda: read_detections(as_json(tmp_path / "results.json", content), data), DataError, *names)
-
-
-def test_an_image_without_a_size_has_its_own_by_which_boxes_are_told_of(tmp_path: Path) -> None:
-    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
-    boxes = ([1, 1, 5, 5], [30, 30, 5, 5])
-    content = {
-        "images": [{"id": 1, "file_name": "a.png"}],
-        "categories": [{"id": 1, "name": "cat"}],
-        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in boxes],
-    }
-    (image,) = assert_warned(
-        lambda: read_coco(as_json(tmp_path / "truth.json", content), tmp_path).images, "1", "a.png"
-    )
-    assert (image.width, image.height) == (20, 10)
 
 
 # --- Pascal VOC -----------------------------------------------------------------------------------------------------

@@ -262,10 +262,6 @@ def test_there_is_what_inference_allows_and_what_is_free_for_an_average_precisio
     assert every.factor({"size": 1.41, "flip": True}) == pytest.approx(2 * 1.41**2)
     assert every.free == {}
     assert detection_settings(model, average_precision=True).free == LOW
-    owner_of(model).score_thresh, owner_of(model).detections_per_img = 0.0, 500
-    settings = detection_settings(model, average_precision=True)
-    assert "score_thresh" not in settings.names  # it is the lowest already
-    assert settings.free == {"detections": 500}
 
 
 OF_CLASSES = {"red": 1, "green": 2}

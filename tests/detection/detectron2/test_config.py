@@ -55,8 +55,6 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
     [
         (["METRIC.NAME", "AP"], r"METRICOPT\.METRIC\.NAME.*segm/AP"),
         (["FILM.DIM", 0], r"METRICOPT\.FILM\.DIM.*0; it.*least 1"),
-        (["FINETUNE.TRUST", 0.0], r"METRICOPT\.FINETUNE\.TRUST.*above 0"),
-        (["METRIC.EVALS", 8], r"METRIC\.EVALS is 8.*1 = 7"),
         (["METRIC.DEFINITION", "best"], r"METRICOPT\.METRIC\.DEFINITION.*'coco'"),
         (["DATASETS.SCENES.SHIFT.NOISE_STD", -1.0], r"shift's.*finite and at least 0"),
         (["SEARCH.BATCH", 0], r"METRICOPT\.SEARCH.*least 1"),
@@ -78,10 +76,6 @@ def test_unknown_keys_are_refused(tmp_path: Path) -> None:
     for content in ("VERSION: 2\nMETRICOPT: {FILM: [}\n", "VERSION: !!python/object:os.system 2\n"):
         (tmp_path / "wrong.yaml").write_text(content)
         with pytest.raises(ConfigError, match=r"wrong\.yaml: "):
-            read_config(tmp_path / "wrong.yaml")
-    for content in ("'True'\n", "1.5\n", "- VERSION\n", ""):
-        (tmp_path / "wrong.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=r"wrong\.yaml.*hold keys with values"):
             read_config(tmp_path / "wrong.yaml")
 
 

@@ -223,21 +223,15 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
     ("options", "message"),
     [
         (
-            ["METRICOPT.DATASETS.REGISTER", "['train:squares']"],
-            "NAME=FOLDER:SPLIT",
-        ),
-        (
             ["MODEL.ROI_HEADS.NUM_CLASSES", 3],
             "3; train has 2 classes: green, red",
         ),
-        (["--eval-only", "MODEL.WEIGHTS", __file__], "error: --eval-only needs DATASETS.TEST"),
         (["--eval-only", "DATASETS.TEST", "('train',)", "MODEL.WEIGHTS", __file__], ".py can't be loaded"),
         (["TEST.AUG.ENABLED", True], "TEST.AUG.ENABLED: AP50 is evaluated"),
         (
             ["METRICOPT.SEARCH.QUERYS", 3],
             "you mean ['METRICOPT.SEARCH.QUERIES'",
         ),
-        (["--meta-train", "f.safetensors"], "trained detector: MODEL.WEIGHTS is ''"),
         (["--search"], "trained detector: MODEL.WEIGHTS is ''"),
         (["SOLVER.AMP.ENABLED", True], "True, but no GPU was found"),
         (["MODEL.WEIGHTS", "m.pth"], "MODEL.WEIGHTS=m.pth: there is no such"),
@@ -277,12 +271,6 @@ def test_tool_writes_the_scenes(tool: Callable[..., Any], tiny_config: Any, tmp_
     files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
     assert files == {path.relative_to(written) for path in written.rglob("*") if path.is_file()}
     assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
-
-
-def test_tool_without_a_gpu(tool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"MODEL\.DEVICE.*0 computes on the CPU"):
-        tool("--config-file", CONFIGS / "scenes.yaml")
 
 
 def test_tool_does_not_write_over_the_detector(

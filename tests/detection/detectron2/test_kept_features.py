@@ -12,11 +12,9 @@ pytest.importorskip("detectron2")
 
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.detectron2.kept_features import keep_features
-from metricopt_ext.detection.detectron2.settings import detectron2_settings
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.task import load_examples
-from metricopt_ext.utils.kept_outputs import KeptOutputs
 
 pytestmark = pytest.mark.detectron2
 
@@ -84,26 +82,3 @@ def test_another_architecture_is_told_of() -> None:
     attach_film(model, ["head"], dim=2)
     with pytest.warns(UserWarning, match=r"unknown.*SEARCH\.KEEP_GIB=0 turns"):
         assert keep_features(model, gib=1.0) == []
-
-
-def test_settings_of_inference_and_the_loss_find_what_they_do_without(
-    tiny_config: Callable[..., Any], squares: Callable[..., DetectionSet]
-) -> None:
-    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN"))
-    model: Any = toolkit.build(2, seed=0)
-    attach_film(model, ["roi_heads.box_head.fc?"], dim=2)
-    plain, batch = copy.deepcopy(model), load_examples(squares(2))
-    keep_features(model, gib=1.0)
-    for values in ({}, {"flip": True, "soft_nms": 0.2}, {"size": 1.41}):
-        found = []
-        for each in (model, plain):
-            settings = detectron2_settings(toolkit, each, names=["flip", "soft_nms", "size"], kept=KeptOutputs())
-            with settings.applied(values):
-                found.append(toolkit.detect(each, batch))
-        assert same(*found)
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(0)
-        losses.append(toolkit.loss(each, batch))
-    assert torch.equal(*losses)
-    assert losses[0].requires_grad

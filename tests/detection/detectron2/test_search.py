@@ -215,12 +215,6 @@ def test_the_loss_of_a_step_can_be_replayed(to_search: Callable[..., Any]) -> No
     assert not model.training
 
 
-class WithoutMetric(MetricOptTrainer):
-    @classmethod
-    def build_metric(cls, cfg: Any) -> None:
-        return None
-
-
 class Averaging(Theirs):
     @classmethod
     def build_model(cls, cfg: Any) -> Any:
@@ -237,7 +231,6 @@ class Averaging(Theirs):
         (["METRICOPT.METRIC.SET", ""], Theirs, ConfigError, r"needs METRICOPT\.METRIC\.SET, the set"),
         (["METRICOPT.SEARCH.QUERIES", 5], Theirs, ConfigError, r"SEARCH\.QUERIES.* must be at least 7"),
         ([], DefaultTrainer, TypeError, r"trainer_class.*MetricOptTrainer"),
-        ([], WithoutMetric, TypeError, r"WithoutMetric.build_metric.*metric"),
     ],
 )
 def test_what_a_search_refuses(

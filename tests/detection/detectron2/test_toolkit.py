@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
-from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
 
 from metricopt_ext.adapters.attach import attach_film
@@ -55,28 +53,6 @@ def test_loss_sees_the_boxes(tiny_config: Any, squares: Callable[..., DetectionS
     crowd = replace(example.truth, crowd=torch.tensor([True]))
     assert len(toolkit._targets(Example(example.image, crowd))) == 0
     assert toolkit.loss(toolkit.build(2, 0), [Example(example.image, crowd)]).isfinite()
-
-
-@pytest.mark.usefixtures("double_nms")
-@each_kind
-def test_detections_are_those_of_detectron2_s_own_predictor(
-    kind: str, tiny_config: Any, squares: Any, tmp_path: Any
-) -> None:
-    """In double precision, where no two boxes tie."""
-    cfg = tiny_config(kind, "BN", "INPUT.MIN_SIZE_TEST", 96, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0)
-    toolkit = Detectron2Toolkit(cfg)
-    batch = examples(squares(2, width=80))
-    model = toolkit.build(2, seed=0).double()
-    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
-    cfg.MODEL.WEIGHTS = str(tmp_path / "model.pth")
-    predictor = DefaultPredictor(cfg)
-    predictor.model.double()
-    for example, found in zip(batch, toolkit.detect(model, batch), strict=True):
-        bgr = np.ascontiguousarray(example.image.permute(1, 2, 0).numpy()[:, :, ::-1])
-        expected = predictor(bgr)["instances"]
-        assert len(found) == len(expected) > 0
-        torch.testing.assert_close(found.boxes, expected.pred_boxes.tensor, rtol=0, atol=1e-4)
-        torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-9)
 
 
 @each_kind

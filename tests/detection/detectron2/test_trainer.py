@@ -36,7 +36,6 @@ from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
 pytestmark = pytest.mark.detectron2
 
-ROOT = Path(__file__).resolve().parents[3]
 FINETUNING = [
     *("METRICOPT.ENABLED", True, "METRICOPT.FINETUNE.START_STD", 0.1, "METRICOPT.FINETUNE.LR", 0.01),
     *("METRICOPT.METRIC.SET", "squares_val", "METRICOPT.METRIC.EVALS", 3, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0),

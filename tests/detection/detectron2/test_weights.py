@@ -129,21 +129,3 @@ def test_of_weights_and_their_average_one_must_be_named(where: str, tiny_config:
             assert torch.equal(each, source.get_parameter(name))
         for name, each in loaded.named_buffers():
             assert torch.equal(each, model.get_buffer(name))
-
-
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", None, 3])
-def test_files_that_are_no_checkpoints(
-    content: Any, tiny_config: Any, saved: Callable[..., str], tmp_path: Path
-) -> None:
-    if content is None:
-        whole = Path(saved(build_model(tiny_config()))).read_bytes()
-        content = whole[: len(whole) // 2]
-    path = tmp_path / "weights.pth"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(content, path)
-    with pytest.raises(DataError, match=r"weights\.pth can't be loaded"):
-        load_weights(build_model(tiny_config()), str(path))
-    with pytest.raises(DataError, match=r"nowhere\.pth can't be loaded"):
-        load_weights(build_model(tiny_config()), "nowhere.pth")
