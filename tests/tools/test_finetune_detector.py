@@ -193,11 +193,11 @@ def test_hugging_faces_detectors_are_tuned_and_judged(tmp_path: Path) -> None:
     config = transformers.YolosConfig(
         **small, intermediate_size=8, image_size=[64, 64], patch_size=16, num_detection_tokens=6
     )
-    config.id2label = {0: "digit", 1: "other"}
-    config.label2id = {"digit": 0, "other": 1}
+    config.id2label = {i: str(i) for i in range(10)}  # the scenes' classes
+    config.label2id = {name: i for i, name in config.id2label.items()}
     folder = tmp_path / "yolos"
     model = transformers.YolosForObjectDetection(config)
-    model.class_labels_classifier.layers[-1].bias.data[0] = 3.0  # all are digits
+    model.class_labels_classifier.layers[-1].bias.data[0] = 3.0  # all are zeros
     model.save_pretrained(folder)
     transformers.YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 64}).save_pretrained(folder)
     options = [f"model.name={folder}", "model.steps=0", "adapter.layers=[vit.*layernorm*]", "toolkit=transformers"]
