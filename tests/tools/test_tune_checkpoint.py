@@ -45,7 +45,6 @@ chance = 0.001 * math.sin(1e4 * sum(bias))
     another = ("--seed", "1")
     refused = (
         (("--score", "echo {checkpoint} | tail"), ["--score"]),
-        (("--halves", "(", "(a)"), ["--halves"]),
         (("--output", "out.pth"), ["--output", "out.pth"]),
         (("--output", "./in.safetensors"), ["--output"]),
         (("--setting", "nms=0.3:0.9"), ["--score", "{nms}"]),
@@ -53,8 +52,6 @@ chance = 0.001 * math.sin(1e4 * sum(bias))
         (("--offsets", "bn.running_var"), ["--offsets", "bn.running_var"]),
         (("--seed", str(2**63)), ["--seed", 2**63, 2**63 - 1]),
         (("--layers", "backbone.*"), ["--layers", "'backbone.*'"]),
-        (("--offsets", "head.offset"), ["--offsets", "'head.offset'"]),
-        (("--checkpoint", "no.safetensors"), ["no.safetensors"]),
         (("--queries", "5"), ["--queries", "5"]),
     )
 
@@ -147,17 +144,16 @@ print("cost", k, f"score {{value:.9f}} even {{even + 0.001 * k:.9f}} odd {{odd -
 
 
 @pytest.mark.slow
-def test_a_limit_on_another_number_holds_in_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_on_another_number_holds_in_what_is_kept(folder: Path) -> None:
     command, also = program(folder, LARGEST), ["--also", r"largest=largest (\S+)"]
     tune(*words(command, *PARSE, *HALVES, *also, queries=30, out="free"))
     tune(*words(command, *PARSE, *HALVES, *also, "--subject-to", "largest: <= start + 0.01", queries=30))
-    free, content, printed = report("free"), report(), capsys.readouterr().out
+    free, content = report("free"), report()
     assert free["also"]["largest"]["after"] > 0.015
     assert content["before"] < content["after"] < free["after"]
     assert content["subject to"] == {"largest": "<= 0.01"}
     assert content["also"]["largest"] == {"before": 0.0, "after": pytest.approx(max(map(abs, biases())), abs=1e-9)}
     assert max(map(abs, biases())) <= 0.01 + 1e-9
-    assert f"besides: largest 0.0000 -> {max(map(abs, biases())):.4f} (<= 0.0100)" in printed
 
 
 def test_a_limit_is_relative_to_the_defaults_of_settings(folder: Path) -> None:
@@ -185,8 +181,6 @@ def test_finetunes_are_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -
     mix = finetunes(folder)
     arguments = [each for each in words(program(folder, PRINT), *PARSE, *HALVES, *mix, queries=30) if each != "--dim"]
     arguments.remove("3")
-    tune(*arguments, "--dry-run")
-    assert "weight in the mixture" in capsys.readouterr().out
     tune(*arguments)
     content = report()
     assert content["kept"] == "search"
@@ -243,8 +237,6 @@ def test_gradients_of_a_loss_shape_the_search(folder: Path, capsys: pytest.Captu
     assert "treated all directions of phi alike" in capsys.readouterr().out
     tune(*words(command, *PARSE, "--gradients", "losses_of_mine:nothing", *where, out="other"), status=1)
     assert "the gradients lack 'model.norm.weight', which moves" in capsys.readouterr().err
-    tune(*words(command, *PARSE, "--gradients", "nowhere_to_be_found:gradients", out="other"), status=1)
-    assert "nowhere_to_be_found" in capsys.readouterr().err
 
 
 def test_repeats_guard_a_noisy_score(folder: Path) -> None:
@@ -285,10 +277,10 @@ def settable(folder: Path, code: str = WITH_SETTINGS, name: str = "score.py") ->
 
 
 @pytest.mark.slow
-def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_first_and_the_checkpoint_with_them(folder: Path) -> None:
     command = settable(folder)
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))
-    content, printed = report(), capsys.readouterr().out
+    content = report()
     first = content["settings first"]
     assert first["before"] == pytest.approx(0.91 - 0.01)
     assert first["settings"]["mode"] == {"before": "a", "best": "b", "after": "b"}
@@ -301,13 +293,9 @@ def test_settings_first_and_the_checkpoint_with_them(folder: Path, capsys: pytes
     logs = [path.name for path in (folder / "out/trials").iterdir()]
     assert sum(each.startswith("settings-") for each in logs) == asked["settings"] - 1  # the defaults are trial 0
     assert len(logs) == 30
-    assert printed.splitlines()[-1] == content["command"]
     own = subprocess.run(shlex.split(content["command"]), capture_output=True, text=True, check=True)
     assert float(own.stdout.split()[1]) == pytest.approx(content["after"], abs=1e-8)
     assert shlex.split(content["command"])[3:5] == ["out.safetensors", "tuned"]
-    assert '"mode":\n  value: "b"\n  default: "a"\n' in (folder / "out/inference.yaml").read_text()
-    assert f"with the settings: {first['before']:.4f} -> {content['after']:.4f}; to use both:" in printed
-    assert "30 of 30 queries spent" in (folder / "out/log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -331,16 +319,6 @@ def test_a_run_with_settings_goes_on_wherever_it_was_killed(folder: Path) -> Non
         assert report(out)["queries"]["settings"] == asked
 
 
-@pytest.mark.slow
-def test_settings_that_gain_nothing_leave_the_checkpoint_its_turn(folder: Path) -> None:
-    command = settable(folder, WITH_SETTINGS.replace("0.1 * (", "-0.1 * (").replace("- 0.6", "- 0.5"))
-    tune(*words(command, *PARSE, *HALVES, *SETTINGS, queries=30))
-    content = report()
-    assert {each["after"] for each in content["settings first"]["settings"].values()} == {"a", "0.5"}
-    assert content["before"] == content["settings first"]["before"]
-    assert content["after"] > content["before"]
-
-
 def test_failures_of_both_stages_count_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = WITH_SETTINGS.replace("value, even", "sys.exit(7) if sys.argv[2] in ('settings-1', '3') else 0; value, even")
     command = settable(folder, code)
@@ -350,17 +328,6 @@ def test_failures_of_both_stages_count_together(folder: Path, capsys: pytest.Cap
     assert "trial 3 failed: the program's exit status is 7; 0 trials may fail" in said.err
     tune(*words(command, *PARSE, *HALVES, *SETTINGS, "--failures", "2", "--resume", queries=22))
     assert report()["settings first"]["failed"] == report()["failed"] == 1
-
-
-# --- Programs that don't behave -------------------------------------------------------------------------------
-
-
-def test_nan_is_a_failure_and_the_last_of_two_numbers_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = SCORE + "print('score 0.5'); print('score', score(sys.argv[1])[0] if sys.argv[2] != '4' else float('nan'))"
-    tune(*words(program(folder, code), *PARSE), status=1)
-    assert "trial 4 failed: the program printed 'nan', which is no finite number" in capsys.readouterr().err
-    tune(*words(program(folder, code), *PARSE, "--failures", "1", out="again"))
-    assert report("again")["before"] == pytest.approx(0.91)
 
 
 # --- Switches -------------------------------------------------------------------------------------------------
@@ -375,15 +342,6 @@ def test_a_file_to_mix_is_not_overwritten(folder: Path, capsys: pytest.CaptureFi
         tune(*files, *score, status=2)
         assert "is fine.safetensors of --mix, which is read; use another file" in capsys.readouterr().err
     assert Path("fine.safetensors").read_bytes() == b"mine"
-
-
-def test_a_pickled_model_is_refused_with_lines_to_copy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(torch.nn.Linear(2, 2), "in.pth")
-    arguments = words(program(folder, "raise SystemExit('must not run')"), *PARSE)
-    tune(*arguments, "--checkpoint", "in.pth", "--output", "out.pth", status=1)
-    said = capsys.readouterr().err
-    assert "\n  import torch\n" in said
-    assert "must not run" not in said
 
 
 # --- Programs of others ---------------------------------------------------------------------------------------

@@ -55,15 +55,7 @@ chance = 0.001 * math.sin(1e4 * nms + size)
         assert str(chosen["nms"]["value"]) == report["settings"]["nms"]["after"]
 
 
-SCORE = """
-import math, os, sys, time
-nms, size, trial = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-value = 0.5 - (nms - 0.62) ** 2 + 0.1 * (size == 480)
-chance = 0.001 * math.sin(1e4 * nms + size)
-print(f"AP {value:.9f} even {value + chance:.9f} odd {value - chance:.9f}")
-"""
 PARSE = ["--parse", r"AP (\S+)"]
-DEFAULT = 0.5 - 0.12**2
 
 
 @pytest.fixture
@@ -73,37 +65,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(code: str, name: str = "score.py") -> str:
-    """Write a program; returns its command."""
-    Path(name).write_text(code)
-    return f"{shlex.quote(sys.executable)} -S {name} {{nms}} {{size}} {{trial}}"
-
-
-def words(command: str, *more: str, queries: int = 10, out: str = "out") -> list[str]:
-    """Return the arguments of a run; a later one of a kind counts."""
-    settings = ["--setting", "nms=0.3:0.9", "--setting", "size=320,480,640", "--default", "nms=0.5"]
-    return ["--score", command, *settings, "--queries", str(queries), "--output-dir", out, *more]
-
-
 def report(out: str = "out") -> Any:
     return json.loads(Path(out, "report.json").read_text())
-
-
-def test_a_limit_on_another_number_decides_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Speed falls with the size: 640 - size. That of 320 less 100 is not reached by 480, which scores best."""
-    code = SCORE.replace('print(f"AP', 'print(f"speed {640 - size} AP')
-    also = ["--also", r"speed=speed (\d+)"]
-    tune(*words(program(code), *PARSE, *HALVES, *also))
-    assert report()["also"] == {"speed": {"before": 320.0, "after": 160.0}}
-    tune(*words(program(code), *PARSE, *HALVES, *also, "--subject-to", "speed: >= start - 100", out="slow"))
-    content, printed = report("slow"), capsys.readouterr().out
-    assert content["settings"]["size"]["after"] == "320"
-    assert content["after"] > DEFAULT
-    assert content["also"] == {"speed": {"before": 320.0, "after": 320.0}}
-    assert content["subject to"] == {"speed": ">= 220.0"}
-    assert "besides: speed 320.0000 -> 320.0000 (>= 220.0000)" in printed
-    tune(*words(program(code), *PARSE, *HALVES, *also, "--subject-to", "speed: >= 1", "--resume", out="slow"), status=1)
-    assert "subject_to" in capsys.readouterr().err
 
 
 def test_a_command_of_several_lines_can_be_pasted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,20 +77,3 @@ def test_a_command_of_several_lines_can_be_pasted(folder: Path, capsys: pytest.C
     pasted = capsys.readouterr().out.partition("to use it:\n")[2]
     own = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True, check=True)
     assert own.stdout == "AP 1\n"
-
-
-def test_a_score_in_percent_is_not_compared_with_one_that_is_not(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    percent = program(SCORE.replace("AP {value", "AP {100 * value"), "percent.py")
-    tune(*words(program(SCORE), *PARSE, "--holdout", percent), status=1)
-    assert "--holdout" in capsys.readouterr().err
-
-
-def test_a_number_in_a_json_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = program(SCORE + "import json; json.dump({'AP': value}, open(f'{size}-{trial}.json', 'w'))")
-    tune(*words(command, "--parse-json", "{size}-{trial}.json:AP", "--jobs", "2"))
-    assert report()["after"] > report()["before"]
-    assert Path("320-0.json").exists()
-    tune(*words(command, "--parse-json", "{size}.json:AP", "--jobs", "2"), status=2)
-    assert "put {trial} in its name" in capsys.readouterr().err
