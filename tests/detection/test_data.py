@@ -5,37 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("torchvision")
 
+from helpers.boxes import blank_examples
 from metricopt_ext.detection.config import DetectionConfig, VOCConfig
 from metricopt_ext.detection.data import load_splits
-from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 
 CLASSES = ("cat", "dog")
 
 
-def examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
-    """Make blank images with two objects each, one of either class."""
-    rng = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(count):
-        corners = torch.randint(0, 20, (2, 2), generator=rng).float()
-        boxes = torch.cat([corners, corners + torch.randint(8, 12, (2, 2), generator=rng)], 1)
-        no = torch.zeros(2, dtype=torch.bool)
-        truth = Annotated(f"{name}{i}", Path("none"), 32, 32, boxes, torch.tensor([0, 1]), no, no.clone())
-        image = torch.full((3, 32, 32), i, dtype=torch.uint8)
-        image[1] = ord(name)  # no two sets have an image in common
-        made.append(Example(image, truth))
-    return made
-
-
 def voc_tree(folder: Path, classes: Sequence[str] = CLASSES) -> Path:
-    write_voc(folder, examples(10, "a"), classes, "trainval")
-    return write_voc(folder, examples(4, "b", seed=1), classes, "test")
+    write_voc(folder, blank_examples(10, "a"), classes, "trainval")
+    return write_voc(folder, blank_examples(4, "b", seed=1), classes, "test")
 
 
 def config_of(root: Path, **settings: Any) -> DetectionConfig:
@@ -60,7 +44,7 @@ def test_validation_is_held_out_of_train(tmp_path: Path) -> None:
 
 
 def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Path) -> None:
-    tree, more = voc_tree(tmp_path / "voc"), write_voc(tmp_path / "more", examples(5, "c"), CLASSES, "trainval")
+    tree, more = voc_tree(tmp_path / "voc"), write_voc(tmp_path / "more", blank_examples(5, "c"), CLASSES, "trainval")
     all_of = load_splits(config_of(tree, more_train=[str(more)], splits=["trainval", "test", "test"]), 0, tmp_path)
     assert ids(all_of.train) == [f"a{i}" for i in range(10)] + [f"c{i}" for i in range(5)]
     few = config_of(tree, images=[4, 2, 9])

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 pytest.importorskip("torchvision")
 
+from helpers.boxes import blank_examples
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import average_precision
@@ -114,21 +114,6 @@ def test_what_is_constrained_is_told_by_the_same_detections() -> None:
 PETS = ("cat", "dog")
 
 
-def examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
-    """Make blank images with two objects each, one of either class."""
-    rng = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(count):
-        corners = torch.randint(0, 20, (2, 2), generator=rng).float()
-        boxes = torch.cat([corners, corners + torch.randint(8, 12, (2, 2), generator=rng)], 1)
-        no = torch.zeros(2, dtype=torch.bool)
-        truth = Annotated(f"{name}{i}", Path("none"), 32, 32, boxes, torch.tensor([0, 1]), no, no.clone())
-        image = torch.full((3, 32, 32), i, dtype=torch.uint8)
-        image[1] = ord(name)  # no two sets have an image in common
-        made.append(Example(image, truth))
-    return made
-
-
 class Finding:
     """A toolkit whose detector finds every object, some with an error too large, at random scores."""
 
@@ -144,7 +129,7 @@ class Finding:
 
 @pytest.mark.parametrize(("definition", "told"), [("voc", False), ("coco", True)])
 def test_a_half_whose_objects_are_all_difficult_is_told_only_where_they_count(definition: Any, told: bool) -> None:
-    images = examples(4)
+    images = blank_examples(4)
     for example in images[2:]:
         example.truth.difficult[:] = True
     metric = ap50_metric(Finding(), images, PETS, definition, list(torch.arange(4).view(2, 2)))
@@ -162,7 +147,7 @@ def counted(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
 
 
 def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
-    images, toolkit, halves = examples(19), Finding(), [half.tolist() for half in random_halves(19, 0)]
+    images, toolkit, halves = blank_examples(19), Finding(), [half.tolist() for half in random_halves(19, 0)]
     given: list[tuple[Any, Any]] = []
 
     def function(truth: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
@@ -201,7 +186,7 @@ def test_a_function_of_one_s_own_may_work_in_place_and_is_given_bfloat16_as_floa
                 array[:] = 0
         return value
 
-    images = examples(6)
+    images = blank_examples(6)
     own = OwnDetectionMetric(function, "own", bounds=(0.0, 1e6))
     own.try_on(truth_of(images, PETS))
     metric = detector_metric(own, Half(), images, PETS, list(torch.arange(6).view(2, 3)))
@@ -214,7 +199,7 @@ def test_a_function_of_one_s_own_may_work_in_place_and_is_given_bfloat16_as_floa
 
 
 def test_a_function_of_one_s_own_is_tried_and_its_values_are_checked() -> None:
-    truth = truth_of(examples(3), PETS)
+    truth = truth_of(blank_examples(3), PETS)
     OwnDetectionMetric(counted, "counted").try_on(truth)
     for function, names in (
         (lambda truth, found: 2.0, ("bounds", "(0, 1)", "2", "metric.kwargs")),
@@ -224,7 +209,7 @@ def test_a_function_of_one_s_own_is_tried_and_its_values_are_checked() -> None:
         with pytest.raises(ConfigError) as caught:
             OwnDetectionMetric(function, "own").try_on(truth)
         assert_named(caught, "own", "3", *names)
-    metric = detector_metric(OwnDetectionMetric(lambda *given: -1, "own"), Finding(), examples(3), PETS)
+    metric = detector_metric(OwnDetectionMetric(lambda *given: -1, "own"), Finding(), blank_examples(3), PETS)
     assert_refused(lambda: metric.evaluate(nn.Identity(), "test"), MetricError, "own", "(0, 1)", "-1")
 
 
@@ -234,7 +219,7 @@ def test_detections_beyond_coco_s_limit_are_counted_once() -> None:
             found = super().detect(model, batch)
             return [Detections(*(torch.cat([each] * 60) for each in (f.boxes, f.scores, f.labels * 0))) for f in found]
 
-    images = examples(3)
+    images = blank_examples(3)
     metric = ap50_metric(Crowding(), images, PETS, "coco")
     assert_warned(lambda: metric.evaluate(nn.Identity(), "test"), "60", "100")
     with warnings.catch_warnings():

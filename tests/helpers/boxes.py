@@ -34,3 +34,18 @@ def naive_iou(one: list[float], other: list[float]) -> float:
     common = max(width, 0.0) * max(height, 0.0)
     area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - common
     return common / area if area else 0.0
+
+
+def blank_examples(count: int, name: str = "a", seed: int = 0) -> list[Example]:
+    """Make blank images with two objects each, one of either class."""
+    rng = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        corners = torch.randint(0, 20, (2, 2), generator=rng).float()
+        boxes = torch.cat([corners, corners + torch.randint(8, 12, (2, 2), generator=rng)], 1)
+        no = torch.zeros(2, dtype=torch.bool)
+        truth = Annotated(f"{name}{i}", Path("none"), 32, 32, boxes, torch.tensor([0, 1]), no, no.clone())
+        image = torch.full((3, 32, 32), i, dtype=torch.uint8)
+        image[1] = ord(name)  # no two sets have an image in common
+        made.append(Example(image, truth))
+    return made
