@@ -37,7 +37,7 @@ from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.cli import LOG
-from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.command import LIMIT_BROKEN, errors_in_one_line
 from metricopt_ext.experiment.program_switches import (
     Scores,
     add_score_switches,
@@ -107,12 +107,14 @@ def main() -> None:
         parser.error(str(error))
     with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
         try:
-            run(arguments, scores)
+            report = run(arguments, scores)
         except TrialError as error:
             show_end(error.log)
             raise
         except FileFormatError as error:
             sys.exit(f"error: {error}")  # with its lines of Python
+    if report.get("broken"):
+        sys.exit(LIMIT_BROKEN)
 
 
 def check_mixture(arguments: argparse.Namespace) -> None:
@@ -337,7 +339,7 @@ def report(
         "before": result.before,
         "after": result.after,
         "best": result.best,
-        **told_besides(result.also, result.constrained),
+        **told_besides(result.also, result.constrained, result.chosen),
         "kept": result.chosen,
         "guard": {
             "by": result.guard,

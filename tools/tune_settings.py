@@ -22,13 +22,14 @@ more.
 
 import argparse
 import shlex
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import LOG
-from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.command import LIMIT_BROKEN, errors_in_one_line
 from metricopt_ext.experiment.program_switches import (
     Scores,
     add_score_switches,
@@ -70,10 +71,12 @@ def main() -> None:
         parser.error(str(error))
     with errors_in_one_line(keeps=arguments.output_dir, resume="--resume"):
         try:
-            run(arguments, scores)
+            content = run(arguments, scores)
         except TrialError as error:
             show_end(error.log)
             raise
+    if content.get("broken"):
+        sys.exit(LIMIT_BROKEN)
 
 
 def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def record_of(
         return change(state(before), state(after))
 
     better = max if task.metric.maximize else min
-    best = better((started, "search"), key=lambda name: result.values[name])
+    known = [name for name in (started, "search") if name in result.values]  # not what violates a constraint
+    best = better(known or ["start"], key=lambda name: result.values[name])
     step, run, possible = between(started, "search"), between("start", result.chosen), between("start", best)
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,

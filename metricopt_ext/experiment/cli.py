@@ -2,13 +2,20 @@
 
 import argparse
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.experiment.command import add_show_config, errors_in_one_line, show_config, shows_config
+from metricopt_ext.experiment.command import (
+    LIMIT_BROKEN,
+    add_show_config,
+    errors_in_one_line,
+    show_config,
+    shows_config,
+)
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.events import write_events
 from metricopt_ext.experiment.experiment import Experiment, run_seed
@@ -91,7 +98,9 @@ def main_of(
         if arguments.dry_run:
             dry_run(experiment, config)
             return
-        run_and_report(experiment, config, arguments.output_dir, arguments.resume or distributed.restarted())
+        report = run_and_report(experiment, config, arguments.output_dir, arguments.resume or distributed.restarted())
+    if any(record.broken for record in report.records):
+        sys.exit(LIMIT_BROKEN)
 
 
 def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder: Path, resume: bool) -> Report:

@@ -17,6 +17,8 @@ from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.shown_config import shown_config
 
 SHOW = "--show-config"
+LIMIT_BROKEN = 3
+"""The exit status of a tool whose kept end breaks a limit (``subject_to``), as no point that was asked keeps to it."""
 
 
 @contextmanager

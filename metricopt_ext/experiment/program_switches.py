@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import NAME
-from metricopt_ext.experiment.settings_run import SettingsOutcome
+from metricopt_ext.experiment.settings_run import AFTER, BEFORE, SettingsOutcome
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Guard
@@ -238,7 +238,7 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "before": tuned.before.value,
         "after": tuned.after.value,
         "best": tuned.best,
-        **told_besides(tuned.also, tuned.constrained),
+        **told_besides(tuned.also, tuned.constrained, AFTER if tuned.changed else BEFORE),
         "settings": {
             name: {"before": defaults[name], "best": best[name], "after": kept[name]} for name in settings.names
         },
@@ -256,15 +256,19 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
     }
 
 
-def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> dict[str, Any]:
-    """Return what a report says of other numbers than the score: before and after, and their limits."""
+def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None, kept: str) -> dict[str, Any]:
+    """Return what a report says of other numbers than the score: before and after, limits, and which are broken."""
     return {
         **(
             {"also": {name: {"before": before, "after": after} for name, (before, after) in also.items()}}
             if also
             else {}
         ),
-        **({} if constrained is None else {"subject to": constrained.limits.texts()}),
+        **(
+            {}
+            if constrained is None
+            else {"subject to": constrained.limits.texts(), "broken": constrained.excess(kept)}
+        ),
     }
 
 

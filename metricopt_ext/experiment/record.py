@@ -69,6 +69,7 @@ class SeedRecord:
         also: Other quantities than the metric, by name and by ``"validation"`` and ``"test"``: of the pretrained model,
             and of what was kept.
         holding: How many of the points that were asked satisfy the constraints; None without any.
+        broken: By how much what was kept breaks each limit that it breaks, on validation, in the quantity's own unit.
         settings: Settings of inference that were changed, by name: before and after.
         lines: What was asked of each setting, the others as they were.
         evaluations: Evaluations of the metric on all of ``"validation"`` and of ``"test"``, whoever asked.
@@ -94,6 +95,7 @@ class SeedRecord:
     reading: Reading | None = None
     also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     holding: int | None = None
+    broken: dict[str, float] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     lines: list[SettingLine] = field(default_factory=list)
     evaluations: dict[str, int] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.versions import versions
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.value_function import Quality
 
 BATCH_NOTE = "batch queries: further evaluations of the metric, on batches of scores and labels."
@@ -124,6 +124,7 @@ class Report:
             "guard": self.guard,
             "also": self.also(),
             "holding": [record.holding for record in self.records],
+            "broken": [record.broken for record in self.records],
             "rare": [None if record.rare is None else vars(record.rare) for record in self.records],
             "chance": [record.chance for record in self.records],
             "kept": [record.kept for record in self.records],
@@ -171,18 +172,24 @@ class Report:
         ]
 
     def on_constraints(self) -> list[str]:
-        """Say whether the constraints could be satisfied; nothing without any."""
-        known = [record.holding for record in self.records if record.holding is not None]
+        """Say what became of the constraints in each seed; nothing without any."""
+        known = [record for record in self.records if record.holding is not None]
         if not known:
             return []
         bounds = self.config.get("metric", {}).get("subject_to", {})
         said = " and ".join(f"{name} {text}" for name, text in bounds.items())
-        nowhere = sum(not holding for holding in known)
-        stayed = f"; in {counted(nowhere, 'seed')} no queried point satisfies this, so the model stayed as it was"
-        return [
-            f"Subject to {said} on validation{stayed if nowhere else ''}. MetricOpt and the searches on the metric"
-            " respect this; no other method does"
+        kept = sum(not record.broken for record in known)
+        lines = [
+            f"Subject to {said} on validation: what is kept satisfies this in {kept} of {counted(len(known), 'seed')}"
         ]
+        for record in known:
+            if record.broken:
+                shown = " and ".join(f"{limit} by {decimals(by)}" for limit, by in record.broken.items())
+                lines.append(
+                    f"Seed {record.seed}: what is kept violates {shown} on validation; none of the points that were"
+                    " asked satisfies all limits"
+                )
+        return lines
 
     def read(self) -> tuple[str, list[list[str]]]:
         """Return how the data were read: a sentence, and the columns' rows under `reading.HEADER`; empty if nothing."""

@@ -23,12 +23,14 @@ class Constrained:
     Attributes:
         limits: The constraints, with their bounds in the quantities' own units.
         violated: What each candidate violates, by name; what was refused for it among them.
+        excesses: By how much each candidate is beyond each of the limits, by name, as far as it was asked.
         holding: Number of points that were asked and satisfy all.
         evaluated: Number of points that were evaluated.
     """
 
     limits: Limits
     violated: Mapping[str, tuple[Constraint, ...]]
+    excesses: Mapping[str, tuple[float, ...]]
     holding: int
     evaluated: int
 
@@ -49,11 +51,18 @@ class Constrained:
             name: limits.constraints if each.also is None else limits.violated(each)
             for name, each in candidates.items()
         }
-        return cls(limits, violated, sum(map(limits.hold, evaluated)), len(evaluated))
+        excesses = {name: limits.excesses(each) for name, each in candidates.items() if each.also is not None}
+        return cls(limits, violated, excesses, sum(map(limits.hold, evaluated)), len(evaluated))
 
     def allows(self, name: str) -> bool:
-        """Whether a candidate may be kept: the model as it was trained, or what satisfies all."""
-        return name == "start" or not self.violated[name]
+        """Whether a candidate may be kept: what satisfies all, or the model as it was trained where nothing does."""
+        return not self.violated[name] or (name == "start" and all(self.violated.values()))
+
+    def excess(self, name: str) -> dict[str, float]:
+        """Return by how much a candidate breaks each constraint that it violates, in the quantity's own unit."""
+        broken = set(self.violated[name])
+        pairs = zip(self.limits.constraints, self.excesses.get(name, ()), strict=False)
+        return {str(each): number for each, number in pairs if each in broken}
 
     def bound(self, name: str) -> str:
         """Return the bound on a quantity with its number, e.g. ``">= 0.845"``; empty if it has none."""
@@ -68,18 +77,23 @@ class Constrained:
         Args:
             chosen: What was kept, by name.
         """
-        if not self.holding:
-            said = " and ".join(map(str, self.limits.constraints))
-            return [f"none of {self.evaluated} points that were asked satisfies {said}: the model stays as it was"]
         lines = [
             f"{NAMED.get(name, f'the start {name!r}')} violates {' and '.join(map(str, each))}, so it can't be kept"
             for name, each in self.violated.items()
-            if each and name != "start"
+            if each and name not in ("start", chosen)
         ]
-        if self.violated["start"] and chosen == "start":
+        if broken := self.broken(chosen):
+            said = " and ".join(map(str, self.limits.constraints))
+            return [f"none of {self.evaluated} points that were asked satisfies {said}: what is kept {broken}"]
+        if self.violated["start"] and chosen != "start":
             said = " and ".join(map(str, self.violated["start"]))
-            lines.append(f"the model as it was violates {said}, but nothing that satisfies it gains enough to be kept")
+            lines.append(f"the model as it was violates {said}, so the best that satisfies it is kept, gain or not")
         return lines
+
+    def broken(self, name: str) -> str:
+        """Say what a candidate violates, and by how much; empty if it satisfies all."""
+        shown = " and ".join(f"{text} by {decimals(number)}" for text, number in self.excess(name).items())
+        return f"violates {shown} on the metric's data" if shown else ""
 
 
 def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> list[str]:
@@ -104,7 +118,9 @@ def decide_within(
     on_end: Callable[[Mapping[str, Evaluation]], Decision],
     on_starts: Callable[[Mapping[str, Evaluation]], Decision],
 ) -> Decision:
-    """Decide among the candidates that satisfy the constraints and the model as it was trained.
+    """Decide among the candidates that satisfy the constraints; the model as it was trained is kept where none does.
+
+    Where that model violates one, the best that satisfies all is kept, whether or not its metric gains.
 
     Args:
         limits: The constraints; None without any. What was observed counts.
@@ -113,13 +129,15 @@ def decide_within(
         on_starts: Decides among candidates without it.
     """
     trained, *_, end = candidates
-    allowed = {
-        name: each for name, each in candidates.items() if name == trained or limits is None or limits.hold(each)
-    }
-    if end in allowed and end != trained:
-        return on_end(allowed)
-    if len(allowed) > 1:  # a start that the search began from
-        return on_starts(allowed)
+    holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
+    if trained not in holding:  # what satisfies all comes before any gain
+        otherwise = min(holding.keys() - {end}, key=lambda name: holding[name].cost, default=trained)
+        kept = min(holding, key=lambda name: holding[name].cost, default=trained)
+        return Decision(kept, on_end(candidates).verdict, otherwise)
+    if end in holding and end != trained:
+        return on_end(holding)
+    if len(holding) > 1:  # a start that the search began from
+        return on_starts(holding)
     return Decision(trained, on_end(candidates).verdict)
 
 

@@ -135,14 +135,15 @@ def guarded(
     others += [each for each in tried if started != SETTINGS or each is not evaluated[started]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
-    candidates = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
+    allowed = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
     evaluations = len(others) + end.queries + (part is not None)
     starting = len(began.points)
     queries = {"starts": starting, "settings": len(tried), "search": evaluations - starting - len(tried)}
     queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
-        **outcome(task.metric, candidates, decision, ends),
+        **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
+        | {"best": value(min(each.cost for each in allowed.values()))},
         queries={name: number * repeats for name, number in queries.items()},
         queries_per_start=evaluations * repeats,
         starts={name: value(each.cost) for name, each in evaluated.items()},

@@ -120,7 +120,7 @@ def best_on_holdout(
         confidence: As in `confirmed`.
     """
     costs = {name: metric.to_cost(value) for name, value in aside.items()}
-    if guard != "none":
+    if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint
         return min(costs, key=lambda name: costs[name]), None
     sign = 1 if metric.maximize else -1
     verdicts = {
