@@ -54,8 +54,10 @@ def main() -> None:
         for weights in arguments.weights:
             model = toolkit.build(len(data.classes), seed=0)
             load_checkpoint(model, weights)
-            boxes = [each for batch in in_batches(examples) for each in propose(model, batch)]
-            recalls = proposal_recall(boxes, truth_of(examples, data.classes))
+            batches = in_batches(examples)
+            boxes = [each for batch in batches for each in propose(model, batch)]
+            judged = [example for batch in batches for example in batch]
+            recalls = proposal_recall(boxes, truth_of(judged, data.classes))
             rows.append([str(weights), *(f"{recalls[k]:.4f}" for k in COUNTS)])
         print_table(["recall of the first", *map(str, COUNTS)], rows)
 

@@ -167,7 +167,7 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
     from metricopt_ext.detection.evaluated_files import read_annotations
-    from metricopt_ext.detection.metric import EVALUATION_BATCH
+    from metricopt_ext.detection.metric import batches_of_one_size
     from metricopt_ext.detection.records import DetectionSet
     from metricopt_ext.detection.tables import FoundTable, TruthTable
     from metricopt_ext.detection.task import load_examples
@@ -196,15 +196,14 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)
-    found: list[Any] = []
-    images: list[Any] = []
-    for at in range(0, len(truth), EVALUATION_BATCH):  # to keep few images in memory
-        places = range(at, min(at + EVALUATION_BATCH, len(truth)))
+    found: dict[int, Any] = {}
+    images: dict[int, Any] = {}
+    for places in batches_of_one_size(truth.images):  # to keep few images in memory
         examples = load_examples(truth.subset(places), config.data.size or None)
-        found += toolkit.detect(model, examples)
-        images += [example.truth for example in examples]
-    judged = TruthTable.of(DetectionSet(truth.classes, images))
-    return FoundTable.of(found), judged, toolkit.inference(model)
+        found.update(zip(places, toolkit.detect(model, examples), strict=True))
+        images.update(zip(places, [example.truth for example in examples], strict=True))
+    judged = TruthTable.of(DetectionSet(truth.classes, [images[place] for place in range(len(truth))]))
+    return FoundTable.of([found[place] for place in range(len(truth))]), judged, toolkit.inference(model)
 
 
 if __name__ == "__main__":
