@@ -170,7 +170,7 @@ class MetricConfig(BesidesConfig):
     # that is found, mean over classes; segm/AP50, segm/AP and segm/AP75 of masks, with definition=coco and
     # data.name=coco; or MODULE:FUNCTION, which is imported and run
     name: str = "AP50"
-    definition: str = "voc_11_point"  # AP50, AP, AP75, F1: voc_11_point (VOC 2007), voc (all points, 2010 on) or coco
+    definition: str = "coco"  # AP50, AP, AP75, F1: coco, voc_11_point (VOC 2007) or voc (all points, 2010 on)
 
 
 @dataclass

@@ -88,6 +88,11 @@ class MeanAveragePrecision(DetectionMetric):
     definition: Definition
 
     @property
+    def description(self) -> str:  # type: ignore[override]
+        """By whose definition it is, as the same detections have another value by another."""
+        return f"average precision by the definition {self.definition!r} (metric.definition)"
+
+    @property
     def kind(self) -> Kind:
         """What is compared."""
         return kind_of(self.name)

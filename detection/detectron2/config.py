@@ -106,7 +106,7 @@ class MetricNode:
     Attributes:
         name: Which of the results phi is tuned for: ``bbox/AP50``, ``bbox/AP`` or ``bbox/AP75``, or those of masks,
             ``segm/AP50`` and the like, by Detectron2's ``COCOEvaluator``.
-        definition: Of boxes: ``voc_11_point``, ``voc`` (all points) or ``coco``.
+        definition: Of boxes: ``coco``, ``voc_11_point`` or ``voc`` (all points).
         set: Name of the set that AP50 is evaluated on during finetuning; empty evaluates nothing. Hold it out of both
             training and test.
         images: How many of its images, at least 0, drawn by SEED; 0 for all.
@@ -114,7 +114,7 @@ class MetricNode:
     """
 
     name: str = "bbox/AP50"
-    definition: Definition = "voc"
+    definition: Definition = "coco"
     set: str = ""
     images: int = 0
     evals: int = 10

@@ -50,7 +50,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         DataError: Two images have one id, so that what is found in them could not be told apart.
     """
 
-    def __init__(self, truth: DetectionSet, definition: Definition = "voc", *, ap: bool = False) -> None:
+    def __init__(self, truth: DetectionSet, definition: Definition = "coco", *, ap: bool = False) -> None:
         self.truth = truth
         self.definition = definition
         self.ap = ap
