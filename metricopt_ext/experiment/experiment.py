@@ -363,8 +363,8 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
-        quality=None if result.fit is None else result.fit.f.quality,
-        candidates={} if result.fit is None else result.fit.candidates,
+        quality=result.quality,
+        candidates={} if result.fit is None else {k: q.scaled(result.scale) for k, q in result.fit.candidates.items()},
         kept=result.chosen,
         setting=getattr(result.details, "setting", None),
         split_half=None if math.isnan(result.split_half) else result.split_half,

@@ -70,7 +70,8 @@ class LearnedDetails(Details):
 
     def lines(self, result: Result[Any]) -> list[str]:
         """Return how good f is."""
-        return [f"value function ({self.learned.f.kind}): {self.learned.f.quality}"]
+        quality = self.learned.f.quality
+        return [f"value function ({self.learned.f.kind}): {quality and quality.scaled(result.scale)}"]
 
     def beside(self) -> str:
         """Return what the loss alone comes to."""

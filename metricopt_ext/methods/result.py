@@ -22,7 +22,7 @@ from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.words import decimals
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.value_function import ValueFunction
+from metricopt_ext.value.value_function import Quality, ValueFunction
 
 KEPT = {
     "start": "the model as it was",
@@ -96,7 +96,7 @@ class SearchDetails(Details):
                 *lines,
                 "the metric never varied, so there is no value function: modulate more layers, or train first",
             ]
-        quality = result.fit.f.quality or "of unknown quality, as it predicted none of the points"
+        quality = result.quality or "of unknown quality, as it predicted none of the points"
         return [*lines, f"value function ({result.fit.f.kind}): {quality}"]
 
 
@@ -121,7 +121,7 @@ class RecipeDetails(Details):
         assert result.fit is not None
         known = not math.isnan(result.split_half)
         halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
-        return [f"value function ({result.fit.f.kind}): {result.fit.f.quality}{halves}"]
+        return [f"value function ({result.fit.f.kind}): {result.quality}{halves}"]
 
     def beside(self) -> str:
         """Return what the loss alone comes to."""
@@ -169,6 +169,7 @@ class Result(Generic[Own]):
             each in its own units, as far as they are known.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
+        scale: How much the metric changes when its cost changes by 1, e.g. 100 of one in percent.
     """
 
     metric: str
@@ -200,6 +201,7 @@ class Result(Generic[Own]):
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
     constrained: Constrained | None = field(kw_only=True, default=None)
     settings: TunedSettings | None = field(kw_only=True, default=None)
+    scale: float = field(kw_only=True, default=1.0)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -230,6 +232,12 @@ class Result(Generic[Own]):
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
+
+    @property
+    def quality(self) -> Quality | None:
+        """How well f predicts, with errors in the metric's own unit; None if that is not known."""
+        known = None if self.fit is None else self.fit.f.quality
+        return None if known is None else known.scaled(self.scale)
 
     @property
     def also(self) -> dict[str, tuple[float, float]]:
@@ -305,6 +313,7 @@ def outcome(
         "values": {name: metric.to_value(each.cost) for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
+        "scale": metric.scale,
         "elsewhere": {name: dict(each.also) for name, each in candidates.items() if each.also},
     }
 

@@ -129,7 +129,8 @@ def learn_in_rounds(
         callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
     assert fit is not None
     half_fits = tuple(f.to(device) for f in distributed.on_first(lambda: _fit_halves(seen, recipe, seed)))
-    callback.say(f"value function ({fit.f.kind}): {fit.f.quality}")
+    assert fit.f.quality is not None
+    callback.say(f"value function ({fit.f.kind}): held-out Spearman {fit.f.quality.spearman:.2f}")
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 
 
