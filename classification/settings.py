@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.modulation import Context
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
+from metricopt_ext.utils.modes import trains
 from metricopt_ext.utils.words import brief
 
 CROPS = 5  # the four corners and the centre, with the flip ten crops in all (Krizhevsky et al., NeurIPS 2012)
@@ -225,13 +226,13 @@ def _calling(base: type[nn.Module], state: list[Mean]) -> type[nn.Module]:
         def forward(self, *inputs: Any, **options: Any) -> Any:
             plain = super().forward
             alone = len(inputs) == 1 and not options and isinstance(inputs[0], Tensor)
-            if not state or not alone or self.training or torch.is_grad_enabled():
+            if not state or not alone or trains(self) or torch.is_grad_enabled():
                 return plain(*inputs, **options)
             return state[0].of(self, plain, inputs[0])
 
         def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
             """Return the logits for images on disk without reading them, if they are kept; see `predict`."""
-            if not state or self.training or torch.is_grad_enabled():
+            if not state or trains(self) or torch.is_grad_enabled():
                 return None
             return state[0].recalled(self, rows)
 

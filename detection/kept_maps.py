@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.torchvision_toolkit import has_proposals
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
+from metricopt_ext.utils.modes import trains
 
 BACKBONE, PROPOSALS = "backbone", "rpn"
 
@@ -76,7 +77,7 @@ class KeptMaps:
 
     def forward(self, x: Tensor) -> Any:
         """Return the maps of images, ``n x 3 x h x w``, by name, or one."""
-        if torch.is_grad_enabled() or self.backbone.training:
+        if torch.is_grad_enabled() or trains(self.backbone):
             return self.before(x)
         key = f"{digest_of_model(self.backbone)} {circumstances(x.device)}"
         maps = self.kept.of(key, lambda: self.before(x), part=digest_of([x]), if_room=True)
@@ -91,7 +92,7 @@ class _Proposals:
 
     def forward(self, images: Any, features: dict[str, Tensor], targets: Any = None) -> Any:
         """Return the proposals of each image, and no losses."""
-        if torch.is_grad_enabled() or self.model.rpn.training or targets is not None:
+        if torch.is_grad_enabled() or trains(self.model) or targets is not None:
             return self.before(images, features, targets)
         digests = (digest_of_model(each) for each in (self.model.backbone, self.model.rpn))
         key = f"{' '.join(digests)} {circumstances(images.tensors.device)} {images.image_sizes}"

@@ -17,6 +17,7 @@ from metricopt_ext.adapters.sequence import Cut, attributes_of, modules_of, run
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model, structure_of_model
+from metricopt_ext.utils.modes import trains
 from metricopt_ext.utils.words import counted
 
 WORTH = 0.25  # of a pass's work: what takes less of it before phi is not kept
@@ -118,7 +119,7 @@ class KeptFeatures:
 
     def embed(self, model: nn.Module) -> Tensor:
         """Return the embeddings, ``n x d``."""
-        if not self.gib or model.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if not self.gib or trains(model) or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return embed(model, self.x)
         structure = structure_of_model(model)
         if (made := self._cuts.of(model, structure, self.x[:1])) is None:
@@ -198,7 +199,7 @@ class _KeptPass(nn.Module):
 
     def forward(self, x: Any, *others: Any, **named: Any) -> Any:
         """Return the model's output."""
-        whole = torch.is_grad_enabled() or torch.is_inference_mode_enabled() or self.model.training
+        whole = torch.is_grad_enabled() or torch.is_inference_mode_enabled() or trains(self.model)
         if whole or others or named or not isinstance(x, Tensor) or not len(x):
             return self.model(x, *others, **named)
         if self.before_phi:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.kept_maps import KeptMaps, tell_of_whole_passes
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
+from metricopt_ext.utils.modes import trains
 
 BACKBONE, PROPOSALS = "backbone", "proposal_generator"
 OF_PROPOSALS = {"proposal_boxes", "objectness_logits"}
@@ -62,7 +63,7 @@ class _Proposals:
 
     def forward(self, images: ImageList, features: dict[str, Tensor], truth: Any = None) -> Any:
         """Return the proposals of each image, and no losses."""
-        if torch.is_grad_enabled() or self.rpn.training or truth is not None:
+        if torch.is_grad_enabled() or trains(self.model) or truth is not None:
             return self.before(images, features, truth)
         digests = (digest_of_model(each) for each in (self.model.backbone, self.rpn))
         key = f"{' '.join(digests)} {circumstances(images.device)} {images.image_sizes}"

@@ -29,6 +29,12 @@ def in_mode(model: nn.Module, *, training: bool) -> Any:
         raise
 
 
+def trains(model: nn.Module) -> bool:
+    """Whether a model is in training mode, or a norm of it, whose statistics are estimated: each pass then counts."""
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+    return model.training or any(norm.training for norm in norms)
+
+
 def kept_modes(*models: nn.Module) -> Callable[[], None]:
     """Return a function that puts every module of some models into the mode that it is in now."""
     modes = [(module, vars(module).get(PINNED, module.training)) for model in models for module in model.modules()]
