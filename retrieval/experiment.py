@@ -33,12 +33,13 @@ from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric, embed_with
 from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save_recalls
 from metricopt_ext.retrieval.recall import hits_at_k
-from metricopt_ext.retrieval.settings import retrieval_settings
+from metricopt_ext.retrieval.settings import RetrievalSettings, retrieval_settings
 from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.inference_file import INFERENCE, load_inference
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
@@ -236,8 +237,11 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         test, adapter = self.splits.test, self.task.adapter
         with self.as_trained():
             before = embed_with(adapter, self.task.origin(), test.x)
+        queries, file = queries_of(self.splits), self.folder / INFERENCE
         after = embed_with(adapter, adapter.phi.detach(), test.x)
-        queries, found = queries_of(self.splits), {"pretrained": before, "metricopt": after}
+        if isinstance(settings := self.task.settings, RetrievalSettings) and file.exists():  # as the table has it
+            after = settings.processing(adapter.model, load_inference(file)).of(after, queries)
+        found = {"pretrained": before, "metricopt": after}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
         save_recalls(test.y, found, self.folder / "recalls.json", queries)
 

@@ -14,7 +14,10 @@ from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.evaluation import Search
 from metricopt_ext.retrieval.kept_features import embed
+from metricopt_ext.retrieval.named_metric import build_metric
+from metricopt_ext.retrieval.settings import retrieval_settings
 from metricopt_ext.retrieval.splits import load_splits
+from metricopt_ext.tasks.inference_file import INFERENCE, load_inference
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json
@@ -68,8 +71,13 @@ def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) 
     name = f"{file.parent.name}/{file.name}"
     model = built(config.model, data.x.shape[1:])
     load_checkpoint(model, file.with_suffix(".safetensors"))
+    model.to(device).eval()
     with torch.no_grad():
-        embeddings = embed(model.to(device).eval(), data.x.to(device)).cpu()
+        embeddings = embed(model, data.x.to(device)).cpu()
+    if file.name == "tuned" and (file.parent / INFERENCE).exists():  # as the run was judged
+        metric = build_metric(config.metric, splits.to(device).validation)
+        settings = retrieval_settings(metric, whiten_on=metric)
+        embeddings = settings.processing(model, load_inference(file.parent)).of(embeddings, queries)
     if queries is None:
         return Search(name, (embeddings, data.y), None)
     items = embeddings[~queries], data.y[~queries]
