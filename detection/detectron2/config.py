@@ -1,8 +1,11 @@
 """Our part of a Detectron2 config: the node METRICOPT, each of its nodes a dataclass here, its keys in lower case."""
 
+import ast
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -308,6 +311,60 @@ def _as_settings(node: CfgNode, defaults: Node) -> Node:
     return replace(defaults, **values)  # type: ignore[type-var]
 
 
+ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: lambda base, power: float(base) ** power,  # which overflows where integers would grow for hours
+}
+
+
+@contextmanager
+def _lists_computed() -> Iterator[None]:
+    """Have YAML compute lists that a file writes as Python's, as Detectron2's RetinaNet its anchors; no code is run."""
+    tag = "tag:yaml.org,2002:python/object/apply:eval"
+
+    def compute(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
+        text = str(loader.construct_sequence(node)[0])
+        try:
+            return _computed(ast.parse(text.strip(), mode="eval").body, {})
+        except (SyntaxError, ArithmeticError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{node.start_mark.name}: {text} is more than lists of numbers that can be computed; write them out, or"
+                " give the config.yaml that the training wrote into its OUTPUT_DIR"
+            ) from error
+
+    yaml.SafeLoader.add_constructor(tag, compute)
+    try:
+        yield
+    finally:
+        del yaml.SafeLoader.yaml_constructors[tag]
+
+
+def _computed(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return what an expression of numbers, lists of them and comprehensions comes to.
+
+    Raises:
+        KeyError, TypeError: It has anything else.
+    """
+    match node:
+        case ast.Constant(value=int() | float()):
+            return node.value
+        case ast.Name():
+            return names[node.id]
+        case ast.List() | ast.Tuple():
+            return [_computed(each, names) for each in node.elts]
+        case ast.BinOp():
+            left, right = _computed(node.left, names), _computed(node.right, names)
+            if isinstance(left, list) or isinstance(right, list):
+                raise TypeError("a list is no number")
+            return ARITHMETIC[type(node.op)](left, right)
+        case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name), iter=listed, ifs=[])]):
+            return [_computed(node.elt, {**names, name: each}) for each in _computed(listed, names)]
+    raise TypeError(ast.unparse(node))
+
+
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     """Return Detectron2's defaults and ours, a config file over them, and overrides over that.
 
@@ -328,7 +385,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
         found = find_config(path)
         if found is not None:  # Detectron2 knows other places too
             check_yaml(found)
-        cfg.merge_from_file(str(found or path), allow_unsafe=False)  # no Python objects in YAML
+        with _lists_computed():
+            cfg.merge_from_file(str(found or path), allow_unsafe=False)  # no Python objects in YAML
         cfg.merge_from_list(list(overrides))
     except MetricOptError:
         raise
@@ -371,7 +429,8 @@ def show_config(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """
     overrides = _in_pairs(overrides)
     cfg = read_config(path, overrides)
-    content = CfgNode.load_yaml_with_base(str(find_config(path) or path), allow_unsafe=False)
+    with _lists_computed():
+        content = CfgNode.load_yaml_with_base(str(find_config(path) or path), allow_unsafe=False)
     origins = dict.fromkeys(_leaves(CfgNode(content), ""), FILE) | dict.fromkeys(overrides[::2], COMMAND_LINE)
     return "".join(f"{line}\n" for line in _lines(cfg, origins))
 

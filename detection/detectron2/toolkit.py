@@ -46,6 +46,8 @@ class Detectron2Toolkit:
     ) -> None:
         if classification_loss not in get_args(ClassificationLoss):
             raise ConfigError(f"classification_loss={classification_loss!r} must be 'cross_entropy' or 'ap'")
+        if cfg.INPUT.FORMAT not in ("RGB", "BGR"):
+            raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}; pictures are given as RGB or BGR")
         self.cfg, self.classification_loss, self.strict_weights = cfg, classification_loss, strict_weights
         size = cfg.INPUT.MIN_SIZE_TEST
         self._resize = transforms.ResizeShortestEdge([size, size], cfg.INPUT.MAX_SIZE_TEST)
@@ -58,7 +60,7 @@ class Detectron2Toolkit:
         """
         cfg = self.cfg.clone()
         cfg.defrost()
-        cfg.MODEL.ROI_HEADS.NUM_CLASSES = classes
+        cfg.MODEL.ROI_HEADS.NUM_CLASSES = cfg.MODEL.RETINANET.NUM_CLASSES = classes
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: nn.Module = build_model(cfg)
