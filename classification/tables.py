@@ -165,7 +165,7 @@ def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
 
 def _check_header(path: StrPath, header: list[str], target: str, named: Sequence[str]) -> None:
     for name in (target, *named):
-        if header.count(name) == 1:
+        if header.count(name) == 1 or (name == "" and "" in header):
             continue
         near = ", ".join(
             map(brief, difflib.get_close_matches(name, [cell[:100] for cell in header[:1000]], cutoff=0.0))
@@ -181,5 +181,5 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
     if "" in header and "" not in named:
         raise DataError(
             f"{path}: column {header.index('') + 1} of {len(header)} has no name, like one of row numbers; name it, or"
-            """ leave it out ("data.drop=['']")"""
+            """ leave out all that have none ("data.drop=['']")"""
         )

@@ -19,6 +19,7 @@ TORCH = (".pt", ".pth")
 TABLES = (".csv", ".tsv")
 SUFFIXES = (".npy", ".npz", ".safetensors", *TORCH, *PARQUET, *TABLES)
 
+CODE = re.compile(r"[+-]?0[0-9].*|.*[eE].*")  # what is rather a code than a number
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 
 
@@ -36,7 +37,7 @@ def read_array(path: Path, name: str) -> Any:
 
     Args:
         path: The file.
-        name: ``"embeddings"``, ``"labels"``, or another name.
+        name: ``"embeddings"``, ``"labels"`` (``"label"`` is one, too), or another name.
 
     Returns:
         An array or a tensor.
@@ -57,7 +58,12 @@ def read_array(path: Path, name: str) -> Any:
     }
     if suffix not in readers:
         raise DataError(f"{path} must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
-    return readers[suffix](path, name)
+    try:
+        return readers[suffix](path, name)
+    except _AbsentError as error:
+        if name != "labels" or "label" not in error.there:
+            raise
+    return readers[suffix](path, "label")
 
 
 def array_names(path: Path) -> list[str]:
@@ -252,12 +258,18 @@ def _numbers_in(path: Path, name: str, cells: Sequence[str], lines: Sequence[int
 
 
 def _labels_in(cells: Sequence[str]) -> Any:
-    """A column of whole numbers, ``n`` int64, of numbers, or else of text, as are digits beyond int64."""
-    if all(map(WHOLE.fullmatch, cells)):
-        short = all(len(cell) < 19 or (len(cell) <= 20 and abs(int(cell)) < 1 << 63) for cell in cells)
+    """A column of whole numbers, ``n`` int64, of numbers, or else of text.
+
+    Text are digits beyond int64, too, and codes such as 01 and 1E5: two of them that are one number are two labels.
+    """
+    numbers = {cell: plain_number(cell) for cell in cells}
+    codes = any(map(CODE.fullmatch, numbers)) or len({*numbers.values()}) < len(numbers)
+    if codes or None in numbers.values():
+        return np.array(cells)
+    if all(map(WHOLE.fullmatch, numbers)):
+        short = all(len(cell) < 19 or (len(cell) <= 20 and abs(int(cell)) < 1 << 63) for cell in numbers)
         return np.array([int(cell) for cell in cells], dtype=np.int64) if short else np.array(cells)
-    numbers = [plain_number(cell) for cell in cells]
-    return np.array(cells) if None in numbers else np.array(numbers, dtype=np.float64)
+    return np.array([numbers[cell] for cell in cells], dtype=np.float64)
 
 
 def _column(path: Path, table: Any, name: str) -> Any:
