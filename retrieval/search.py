@@ -1,10 +1,12 @@
 """A search for phi from what a user of pytorch-metric-learning has at hand: a trainer and a tester."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 
 CPU = torch.device("cpu")
+LOOKED_AT = 8  # items of a split that are read twice
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 # A tester's embeddings and labels by split.
@@ -227,6 +230,7 @@ def _task_and_classes(
             f"split={split!r} with splits_to_eval={splits_to_eval}: each must be a split of dataset_dict"
             f" ({', '.join(dataset_dict)}), and {split!r} must be queried"
         )
+    check_evidence(trainer.dataset, dataset_dict[split], split)
     known = tester.accuracy_calculator.get_curr_metrics()
     if metric not in known:
         raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
@@ -300,6 +304,46 @@ def _task_and_classes(
         population=1,  # a trainer's loss can be any code
     )
     return task, classes
+
+
+def check_evidence(train: Any, data: Any, split: str) -> None:
+    """Refuse the training set as what is judged, and warn where its items are drawn anew each time that they are read.
+
+    Args:
+        train: The trainer's dataset.
+        data: A split's.
+        split: Its name.
+
+    Raises:
+        ConfigError: They are the same, or `LOOKED_AT` of their items are.
+    """
+    places = sorted({int(place) for place in torch.linspace(0, len(data) - 1, LOOKED_AT)}) if len(data) else []
+    reads: list[list[Any]] = []
+    for seed in (0, 1):
+        with seeded_streams(seed, CPU):
+            reads.append([_input_of(data, place) for place in places])
+    first, again = reads
+    alike = len(data) == len(train) and all(map(_same, first, (_input_of(train, place) for place in places)))
+    if data is train or (places and alike):
+        raise ConfigError(
+            f"split {split!r} is the trainer's own training set, whose classes its loss has seen; give one of other"
+            " classes"
+        )
+    if not all(map(_same, first, again)):
+        warnings.warn(
+            f"items of split {split!r} differ each time that they are read, as by random transforms: the metric is of"
+            " one draw of them; give the split the transforms of a test set",
+            stacklevel=5,
+        )
+
+
+def _input_of(data: Any, place: int) -> Any:
+    item = data[place]
+    return np.asarray(item[0] if isinstance(item, tuple | list) else item)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and a.dtype != object and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 def _verdict(tested: Any, split: str, metric: str, seed: int, classes: set[int]) -> Any:
