@@ -48,7 +48,7 @@ for _ in range(args.epochs):
         accelerator.backward(criterion(model(x), y))
         optimizer.step()
 accelerator.print(f"macro recall on test, before: {evaluate(test)[0]:.4f}")
-run = tune_model(model, train, criterion, lambda: evaluate(val), queries=60)  # +
+run = tune_model(model, train, criterion, lambda: evaluate(val), queries=60, maximize=True)  # +
 accelerator.print(run, f"macro recall on test, after: {evaluate(test)[0]:.4f}", sep="\n")
 accelerator.save(accelerator.unwrap_model(model).state_dict(), "accelerate_loop.pth")
 accelerator.end_training()

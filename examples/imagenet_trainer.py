@@ -29,10 +29,10 @@ def main(args: argparse.Namespace) -> None:
     to_tensor = transforms.Compose([transforms.Resize(16), transforms.ToTensor()])
     augmented = transforms.Compose([transforms.RandomAffine(10, (0.1, 0.1)), to_tensor])
     train_set = datasets.ImageFolder(args.data / "train", augmented)
-    train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
+    train = DataLoader(train_set, batch_size=64, shuffle=True)
     val_loader = DataLoader(datasets.ImageFolder(args.data / "val", to_tensor), batch_size=250)
     model = nn.DataParallel(models.get_model(args.arch, num_classes=len(train_set.classes)).to(device))
-    criterion = nn.CrossEntropyLoss()
+    loss = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     if args.resume:
@@ -42,14 +42,14 @@ def main(args: argparse.Namespace) -> None:
         return
     for epoch in range(args.epochs):
         model.train()
-        for images, target in train_loader:
+        for images, target in train:
             optimizer.zero_grad()
-            criterion(model(images.to(device)), target.to(device)).backward()
+            loss(model(images.to(device)), target.to(device)).backward()
             optimizer.step()
         scheduler.step()
         print(f"mean recall after epoch {epoch + 1}: {validate(val_loader, model, device)[0]:.4f}")
         torch.save({"epoch": epoch + 1, "arch": args.arch, "state_dict": model.state_dict()}, "checkpoint.pth.tar")
-    print(tune_model(model, train_loader, criterion, lambda: validate(val_loader, model, device), queries=60))  # +
+    print(tune_model(model, train, loss, lambda: validate(val_loader, model, device), queries=60, maximize=True))  # +
     torch.save({"epoch": args.epochs, "arch": args.arch, "state_dict": model.state_dict()}, "model_best.pth.tar")  # +
 
 

@@ -75,6 +75,6 @@ for epoch in range(args.epochs):
         optimizer.step()
     torch.save({"model": model.state_dict(), "epoch": epoch}, "torchvision_detection.pth")
 print(f"AP50 on test, before: {evaluate(model, test)[0]:.4f}")
-print(tune_model(model, train, loss_of, lambda: evaluate(model, val), queries=60, training=True))  # +
+print(tune_model(model, train, loss_of, lambda: evaluate(model, val), queries=60, maximize=True, training=True))  # +
 torch.save({"model": model.state_dict(), "epoch": args.epochs}, "torchvision_detection.pth")  # +
 print(f"AP50 on test, after: {evaluate(model, test)[0]:.4f}")

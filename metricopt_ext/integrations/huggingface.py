@@ -30,6 +30,7 @@ from metricopt_ext.integrations.loops import (
 )
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -77,7 +78,7 @@ def tune_trainer(
         queries: Passes over the evaluation data that may be spent.
         eval_dataset: The data to judge on; by default the trainer's own.
         maximize: Whether higher is better; by default the arguments' ``greater_is_better`` if they name this metric,
-            else whether it is no loss.
+            else as its name says, as ``f1`` and ``wer`` do.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
         population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
@@ -90,8 +91,8 @@ def tune_trainer(
         What the search did.
 
     Raises:
-        ConfigError: No metric is named, or the trainer has no evaluation data, or several sets of them; or there are
-            several processes and an ``output_dir``, which they can't share.
+        ConfigError: No metric is named, or nothing tells whether higher is better, or the trainer has no evaluation
+            data, or several sets of them; or there are several processes and an ``output_dir``, which they can't share.
         DataError: The training data can't be drawn in batches.
         MetricError: The evaluation does not report the metric.
         AdapterError: Each process has only a part of the model.
@@ -152,7 +153,7 @@ def _maximize(trainer: Any, name: str) -> bool:
     best, greater = trainer.args.metric_for_best_model, trainer.args.greater_is_better
     if best is not None and best.removeprefix(PREFIX) == name and greater is not None:
         return bool(greater)
-    return not name.endswith("loss")
+    return direction(name, None)
 
 
 def _judged_on(trainer: Any, given: Any) -> Any:

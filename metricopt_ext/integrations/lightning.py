@@ -1,8 +1,6 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
 import inspect
-import re
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,12 +19,12 @@ from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 
 # Names of what is usually better if lower.
-LOWER = re.compile(r"loss|err|mae|mse|nll|perplexity|(?<![a-z])(wer|cer|eer|fid|ece)(?![a-z])", re.IGNORECASE)
 
 PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
@@ -49,7 +47,7 @@ class SearchPhi(L.Callback):
         monitor: What to tune, by the name under which ``validation_step`` logs it.
         queries: Passes over the validation data that may be spent.
         halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance.
-        maximize: Whether higher is better.
+        maximize: Whether higher is better; None where the name says so, as ``val_f1`` and ``val_loss`` do.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
             called before training too, for a check, and that adapter is removed.
@@ -57,16 +55,14 @@ class SearchPhi(L.Callback):
             weights, and the module keeps its adapter, with the phi that the guard kept.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
-    Raises:
-        ValueError: ``halves`` name one value twice, or ``monitor`` itself.
-
     Attributes:
         adapter: The module's adapter, after fit; of no use once it is merged.
         run: What the search did, after fit.
 
     Raises:
         TypeError: An option is none of `optimize_metric`.
-        ValueError: ``bounds`` are none.
+        ValueError: ``bounds`` are none, or ``halves`` name one value twice, or ``monitor`` itself.
+        ConfigError: Nothing tells whether higher is better.
 
     Examples:
         >>> search = SearchPhi("val_f1", queries=100)  # doctest: +SKIP
@@ -83,7 +79,7 @@ class SearchPhi(L.Callback):
         *,
         queries: int,
         halves: tuple[str, str] | None = None,
-        maximize: bool = True,
+        maximize: bool | None = None,
         bounds: tuple[float, float] | None = (0.0, 1.0),
         attach: Callable[[nn.Module], Adapter] = attach_film,
         merge: bool = True,
@@ -94,9 +90,7 @@ class SearchPhi(L.Callback):
                 f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
             )
         self.monitor, self.halves, self.attach, self.merge = monitor, halves, attach, merge
-        self.queries, self.maximize, self.bounds, self.options = queries, maximize, bounds, options
-        if maximize and LOWER.search(monitor):
-            warnings.warn(f"{monitor!r} will be maximised; set maximize=False if lower is better", stacklevel=2)
+        self.queries, self.maximize, self.bounds, self.options = queries, direction(monitor, maximize), bounds, options
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)
         self._metric(lambda: None)
 

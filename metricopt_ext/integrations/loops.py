@@ -18,6 +18,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
@@ -36,7 +37,7 @@ def tune_model(
     metric: Callable[..., Any],
     *,
     queries: int,
-    maximize: bool = True,
+    maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     name: str | None = None,
     training: bool = False,
@@ -61,7 +62,7 @@ def tune_model(
             what `Metric` takes: a number, or ``(value, (half, half))`` for the guard. Of several processes the first
             one's counts.
         queries: Evaluations of the metric that may be spent.
-        maximize: Whether higher is better.
+        maximize: Whether higher is better; None where the metric's name says so, as accuracy and loss do.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         name: The metric's name in messages; by default the function's.
         training: Whether the loss is computed in training mode, as detectors return their losses only there; BatchNorm
@@ -76,7 +77,8 @@ def tune_model(
 
     Raises:
         DataError: The training data can't be drawn in batches.
-        ConfigError: There are several processes and an ``output_dir``, which they can't share.
+        ConfigError: Nothing tells whether higher is better; or there are several processes and an ``output_dir``, which
+            they can't share.
         TypeError: ``loss`` is a function of outputs and targets, such as ``F.cross_entropy``, or a criterion whose
             batches have no first and second part, as dicts have not.
         Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
@@ -87,6 +89,7 @@ def tune_model(
         ...     train_loader,
         ...     criterion,
         ...     lambda: validate(val_loader, model),
+        ...     maximize=True,
         ...     queries=100,
         ... )
     """
@@ -97,14 +100,11 @@ def tune_model(
     named = getattr(metric, "__name__", "<lambda>")
     before = KeptModules(inner)
     try:
+        name = name or ("metric" if named == "<lambda>" else named)
+        higher = direction(name, maximize)
         adapter = attach(inner)
         adapter.check_merge()
-        judged = Metric(
-            judged_together(adapter, metric),
-            maximize=maximize,
-            bounds=bounds,
-            name=name or ("metric" if named == "<lambda>" else named),
-        )
+        judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name)
         task = FinetuneTask(
             adapter,
             loss=ReplayedLoss(loss, training),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.runtime.identity import fingerprint_of_code
+from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.utils.named import named
 from metricopt_ext.utils.numbers import number_of, within
 
@@ -20,7 +21,7 @@ class OwnMetricConfig:
     folder: str = ""  # where the module is, if it is not installed
     # the function's further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
     kwargs: dict[str, Any] = field(default_factory=dict)
-    maximize: bool = True  # whether higher is better
+    maximize: bool | None = None  # whether higher is better; null is yes, but of what is lower-better by its name
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # lowest and highest value
 
     def check(self) -> None:
@@ -65,7 +66,8 @@ def own_metric(name: str, config: Any, key: str = "metric.name") -> OwnMetric | 
     config.check()
     low, high = config.bounds or (-math.inf, math.inf)
     function = named(key, name, config.folder, config.kwargs)
-    return OwnMetric(function, attribute, config.maximize, (low, high))
+    higher = known_direction(attribute) is not False if config.maximize is None else config.maximize
+    return OwnMetric(function, attribute, higher, (low, high))
 
 
 def code_of_own(settings: Mapping[str, Any]) -> dict[str, str]:
