@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.callable_metric import from_callable, scores_of
 from metricopt_ext.classification.label_metrics import label_metric, prepared_by
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
 from metricopt_ext.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ def check_besides(found: Mapping[str, MetricSpec], outputs: Tensor, labels: Tens
 
 def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple[str, ...] | None) -> MetricSpec:
     if function := own_function(name, config, key):
-        prepared = prepared_by("labels") if kind == "multilabel" else None
+        prepared = prepared_by(scores_of(function)) if kind == "multilabel" else None
         return from_callable(function, maximize=True, bounds=NO_BOUNDS, name=name, prepared=prepared)
     if kind == "multilabel":
         return label_metric(name, key)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from metricopt_ext.classification.metrics import MetricSpec, binary_logit, check
 from metricopt_ext.errors import DataError
 from metricopt_ext.tasks.own_metric import number_within
 
+SCORES = re.compile(r"(^|_)(scores?|prob(a|as|s|abilit(y|ies))?)$", re.IGNORECASE)  # names of arguments
+SCORED = re.compile(r"roc|auc|aupr|brier|log_?loss|average_precision|cross_?entropy|calibration|nll", re.IGNORECASE)
 WEIGHTS = "sample_weight"  # what scikit-learn calls the weights of rows
 
 
@@ -24,7 +27,7 @@ def from_callable(
     maximize: bool,
     bounds: tuple[float, float] = (0.0, 1.0),
     name: str | None = None,
-    scores: Literal["labels", "probabilities", "logits"] = "labels",
+    scores: Literal["", "labels", "probabilities", "logits"] = "",
     columns: Sequence[str] = (),
     prepared: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> MetricSpec:
@@ -40,7 +43,8 @@ def from_callable(
         bounds: Smallest and largest value of the metric.
         name: Name of the metric; by default that of ``fn``.
         scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
-            (``n x c``; for two classes, ``n`` for class 1).
+            (``n x c``; for two classes, ``n`` for class 1). Empty for classes, but probabilities where its name or an
+            argument's says that it is of scores, as those of ``roc_auc_score(y_true, y_score)`` and ``log_loss`` do.
         columns: Names of further arrays of the same rows that ``fn`` gets, ``n`` each.
         prepared: Returns what ``fn`` gets as predictions and labels for logits and labels, in place of those of
             classes.
@@ -49,6 +53,7 @@ def from_callable(
         ValueError: For unknown ``scores``, bounds out of order, or columns that ``fn`` has no arguments for.
         MetricError: From the metric, for a result that is not one number, not finite or out of bounds.
     """
+    scores = scores or scores_of(fn)
     if scores not in ("labels", "probabilities", "logits"):
         raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
     low, high = (float(bound) for bound in bounds)
@@ -96,6 +101,19 @@ def from_callable(
 
     known = None if math.isinf(high - low) else (low, high)
     return MetricSpec(label, maximize, known, function, f"{label} of the {scores}", tuple(columns))
+
+
+def scores_of(fn: Callable[..., Any]) -> Literal["labels", "probabilities"]:
+    """Return what a function is of, by its name or its arguments': decided labels, or scores."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    try:
+        arguments = list(inspect.signature(fn).parameters)[:2]
+    except (TypeError, ValueError):  # a builtin may have no signature
+        arguments = []
+    name = getattr(fn, "__name__", type(fn).__name__)
+    of_scores = SCORED.search(name) or any(map(SCORES.search, arguments))
+    return "probabilities" if of_scores else "labels"
 
 
 def _copied(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -80,7 +80,9 @@ class MetricConfig(BesidesConfig):
 class OwnClassifierMetricConfig(OwnMetricConfig, MetricConfig):
     """The same with what a function of the user's own, ``metric.name=MODULE:FUNCTION``, takes."""
 
-    scores: str = "labels"  # its predictions, as labels, probabilities or logits
+    # its predictions, as labels, probabilities or logits; empty is labels, but probabilities for what is of scores by
+    # its name or its arguments', such as roc_auc_score(y_true, y_score)
+    scores: str = ""
     # What else it is given, FUNCTION(labels, predictions, *columns): columns of the same rows, such as their weight or
     # region, in this order. They are no inputs of the model
     columns: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
-from metricopt_ext.classification.metrics import MetricSpec
+from metricopt_ext.classification.metrics import MetricSpec, check_positive
 from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.offsets import (
@@ -104,6 +104,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
         also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
+        if target.kind == "classes":
+            judged = {config.metric.name: self._metric, **also}
+            line = check_positive(judged, splits.class_names, config.data.positive)
+            if line and seed == config.seed:
+                self.callback.say(line)
         for part in (splits.validation, splits.test):
             try_metric(config.metric, part, target, also)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'

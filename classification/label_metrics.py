@@ -62,7 +62,7 @@ def prepared_by(scores: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
     def prepared(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits, labels = _checked(logits, labels)
         target = Target("multilabel", logits.shape[1])
-        if scores == "labels":
+        if scores in ("", "labels"):
             return target.decide(logits), labels
         return target.probabilities(logits) if scores == "probabilities" else logits, labels
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.words import brief
 
 # Why not scikit-learn: its values are the same, the tests hold, with ties, absent classes and a single one. (Its top-5
@@ -314,6 +314,42 @@ METRICS: dict[str, MetricSpec] = {
         ),
     )
 }
+
+
+# Those of which one of two classes is the positive one, so that they have another value if it is the other.
+OF_POSITIVE = frozenset({"f1", "jaccard", "aucpr"})
+# Names of two classes, in lower case, that say which of them is the positive one.
+TELLING = (
+    ("0", "1"),
+    ("-1", "1"),
+    ("false", "true"),
+    ("no", "yes"),
+    ("n", "y"),
+    ("negative", "positive"),
+    ("neg", "pos"),
+)
+
+
+def check_positive(metrics: Mapping[str, MetricSpec], classes: Sequence[str], positive: str) -> str:
+    """Return a line on which of two classes is the positive one, where it matters and their names don't say it.
+
+    Args:
+        metrics: What is judged, by name.
+        classes: The classes' names, in their order.
+        positive: The one that is set; empty if none is.
+
+    Raises:
+        ConfigError: A metric is of the positive class, and nothing tells which that is.
+    """
+    if positive or len(classes) != 2 or tuple(map(str.lower, classes)) in TELLING:
+        return ""
+    if concerned := [name for name in metrics if name in OF_POSITIVE]:
+        raise ConfigError(
+            f"metric.name={concerned[0]} is of the positive class, and nothing tells whether that is {classes[0]!r} or"
+            f" {classes[1]!r}; set data.positive to its name"
+        )
+    own = [name for name, each in metrics.items() if "function" in each.arguments]
+    return f"{own[0]} gets {classes[1]!r} as class 1, the positive one; data.positive names another" if own else ""
 
 
 def expected_cost(costs: Matrix) -> MetricSpec:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.classification.besides import check_besides
-from metricopt_ext.classification.callable_metric import from_callable
+from metricopt_ext.classification.callable_metric import from_callable, scores_of
 from metricopt_ext.classification.config import MetricConfig
 from metricopt_ext.classification.label_metrics import label_metric, prepared_by
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
@@ -47,9 +47,11 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
             maximize=own.maximize,
             bounds=own.bounds,
             name=own.name,
-            scores=getattr(config, "scores", "labels"),
+            scores=getattr(config, "scores", ""),
             columns=getattr(config, "columns", ()),
-            prepared=prepared_by(getattr(config, "scores", "labels")) if kind == "multilabel" else None,
+            prepared=prepared_by(getattr(config, "scores", "") or scores_of(own.function))
+            if kind == "multilabel"
+            else None,
         )
         given = {name: getattr(config, name, None) for name in ("kwargs", "scores")}
         return replace(spec, arguments={"function": config.name, **given})
