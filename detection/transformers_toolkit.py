@@ -154,10 +154,22 @@ class TransformersToolkit:
     def for_classes(self, classes: Sequence[str]) -> "TransformersToolkit":
         """Return the toolkit for a set's classes, read by name if all are among those of ``id2label``.
 
-        Otherwise it is the same: the model's labels are then the classes, in their order, or as many are not there.
+        If none is, it is the same: the model's labels are then the classes, in their order, or as many are not there.
+
+        Raises:
+            ConfigError: Some are, or are written otherwise there: in order, labels would be taken for others.
         """
         known = class_names_of(self.folder)
-        return replace(self, classes=tuple(classes)) if set(classes) <= set(known) else self
+        if set(classes) <= set(known):
+            return replace(self, classes=tuple(classes))
+        alike = {name.casefold() for name in known}
+        if any(name.casefold() in alike for name in classes):
+            lacking = next(name for name in classes if name not in known)
+            raise ConfigError(
+                f"{self.folder} has no class {lacking!r}, but {shortened(list(known))}; name the data's classes as the"
+                " model's id2label does"
+            )
+        return self
 
     def inference(self, model: nn.Module) -> dict[str, float]:
         """Return what detections depend on beside the weights; the image processor decides on sizes."""

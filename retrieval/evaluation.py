@@ -84,10 +84,10 @@ def evaluated(search: Search, ks: Sequence[int], names: Sequence[str] = (), **op
     names = [name for name in names if name != "recall"]  # which is always there
     arguments: dict[str, Any] = {"gallery": search.items, "progress": search.name, **options}
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always")
         recall = recall_at_k(*search.queries, ks, **arguments)
         ranked = ranking_metrics(*search.queries, names, ks, **arguments).each if names else {}
-    for said in dict.fromkeys(str(each.message) for each in caught if each.category is UserWarning):
+    for said in dict.fromkeys(str(each.message) for each in caught):
         print(f"note: {search.name}: {said}")
     seconds = time.perf_counter() - started
     hits = {f"recall_at_{k}": (recall.places < k).astype(np.float64) for k in ks}

@@ -185,7 +185,7 @@ def in_one_line(message: str) -> str | None:
     None if it is not an error that a user can fix.
     """
     if "Traceback (most recent call last)" in message:
-        *_, last = re.finditer(r"^([\w.]+): ", message, re.MULTILINE)
+        *_, last = re.finditer(r"^([\w.]+)(?:: |$)", message, re.MULTILINE)  # an error may have no message
         if not last[1].startswith(("metricopt_ext.errors.", "FloatingPointError", "OSError", "FileNotFoundError")):
             return None
         message = message[last.end() :]

@@ -71,6 +71,10 @@ class Several(_Passing):
     def __init__(self, *callbacks: Callback) -> None:
         self._callbacks = callbacks
 
+    def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+        """Return whether all of them would have the training go on."""
+        return all(callback.goes_on(taken, left, seconds) for callback in self._callbacks)
+
     def _pass(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*arguments)

@@ -107,7 +107,11 @@ def first_times(
     low, high = interval
     step = FIRST * (high - low)
     sides = (start + step, start - step) if first is None else first
-    return [t for t in sides if low <= t <= high and all(abs(t - other) > step / 5 for other, _ in known)]
+    there, chosen = [t for t, _ in known], list[float]()
+    for t in sides:
+        if low <= t <= high and all(abs(t - other) > step / 5 for other in (*there, *chosen)):
+            chosen.append(t)
+    return chosen
 
 
 def next_time(interval: tuple[float, float], known: Known) -> float:

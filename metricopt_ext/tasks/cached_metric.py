@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ class CachedMetric(Metric):
         self._unused = distributed.on_first(read)
         self._start, self._next = Start(torch.zeros(0)), len(self._unused)
         self.on_file = len(self._unused)
+
+    def with_settings(self, **changes: Any) -> Metric:
+        """Return the metric itself with an empty ledger and other ``settings``, none of whose evaluations is kept."""
+        return self.metric.with_settings(**changes)
 
     def of(self, start: Start) -> "CachedMetric":
         """Judge models to which a start is applied from now on; returns itself."""

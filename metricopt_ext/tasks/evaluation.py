@@ -48,6 +48,12 @@ def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
     return None if None in halves else torch.tensor(halves, dtype=torch.float64)
 
 
+def stacked_noise(evaluations: Sequence[Evaluation]) -> Tensor | None:
+    """Return the standard errors of the costs, ``n``, or None if an evaluation lacks one."""
+    noise = [each.noise for each in evaluations]
+    return None if None in noise else torch.tensor(noise, dtype=torch.float64)
+
+
 def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
     """Return the costs on p pairs of halves, ``n x p x 2``, or None if an evaluation lacks them; p may be 1."""
     if any(each.halves is None for each in evaluations):

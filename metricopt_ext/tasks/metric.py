@@ -1,5 +1,6 @@
 """The black-box metric: a function of the model that returns one number, each call of which is counted."""
 
+import copy
 import inspect
 import math
 import time
@@ -149,8 +150,9 @@ class Metric(CostScale):
         return self.with_settings()
 
     def with_settings(self, **changes: Any) -> "Metric":
-        """Return the same metric, with an empty ledger and other ``settings``."""
-        metric = Metric(self.function, **{**self.settings, **changes})
+        """Return the same metric, with an empty ledger and other ``settings``; of a subclass, one of it."""
+        metric = copy.copy(self)
+        Metric.__init__(metric, self.function, **{**self.settings, **changes})
         metric.callbacks = list(self.callbacks)
         return metric
 

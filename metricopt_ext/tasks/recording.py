@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_noise
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
@@ -97,14 +97,14 @@ class Recording:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what has been recorded so far, for a checkpoint."""
-        halves = stacked_halves(self.evaluations)
-        state = {
+        told = {"halves": stacked_halves(self.evaluations), "noise": stacked_noise(self.evaluations)}
+        return {
             "observed": self.observed,
             "phi": torch.stack(self.points),
             "loss": torch.tensor(self.losses, dtype=torch.float64),
             "cost": torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64),
+            **{name: each for name, each in told.items() if each is not None},
         }
-        return state if halves is None else {**state, "halves": halves}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from what `state_dict` returned.
@@ -120,10 +120,10 @@ class Recording:
         self.points = list(state["phi"].cpu())
         self.losses = state["loss"].tolist()
         costs = state["cost"].tolist()
-        halves = state["halves"].tolist() if "halves" in state else [None] * len(costs)
+        halves, noise = (state[name].tolist() if name in state else [None] * len(costs) for name in ("halves", "noise"))
         self.evaluations = [
-            Evaluation(cost, None if pair is None else (pair[0], pair[1]))
-            for cost, pair in zip(costs, halves, strict=True)
+            Evaluation(cost, None if pair is None else (pair[0], pair[1]), spread)
+            for cost, pair, spread in zip(costs, halves, noise, strict=True)
         ]
         self._store_if_finished()
 

@@ -12,7 +12,7 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_noise
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.words import brief
@@ -63,9 +63,8 @@ class Trajectory:
     ) -> "Trajectory":
         """Make one of the metric's evaluations at the observed steps; the others are as in the attributes."""
         cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
-        noise = [each.noise for each in evaluations]
-        spread = None if None in noise else torch.tensor(noise, dtype=torch.float64)
-        return cls(round, index, phi, loss, observed, cost, stacked_halves(evaluations), signature, spread)
+        halves, noise = stacked_halves(evaluations), stacked_noise(evaluations)
+        return cls(round, index, phi, loss, observed, cost, halves, signature, noise)
 
     @property
     def evaluations(self) -> list[Evaluation]:
