@@ -314,6 +314,9 @@ def _checkpoints_of(trainer: Any) -> list[Path]:
             )
         best = None
     found = {Path(each).resolve(): Path(each) for each in (best, last) if each is not None and Path(each).is_dir()}
+    within = Path(trainer.args.output_dir).resolve()
+    for path in [each for each in found if not each.is_relative_to(within)]:  # of a resumed training, a file's text
+        warnings.warn(f"{found.pop(path)} is not in the training's output_dir, and stays as it is", stacklevel=3)
     return list(found.values())
 
 

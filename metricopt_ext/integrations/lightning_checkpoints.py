@@ -44,10 +44,19 @@ def best_of(trainer: L.Trainer) -> Path | None:
 
 
 def reloaded(trainer: L.Trainer) -> list[Path]:
-    """Return the checkpoints that ``ckpt_path="best"`` and ``"last"`` name, each file once."""
+    """Return the checkpoints that ``ckpt_path="best"`` and ``"last"`` name, each file once.
+
+    Of a resumed fit these names are a checkpoint's text, so a file that no callback of this fit writes to stays.
+    """
     last = [Path(getattr(each, "last_model_path", "")) for each in trainer.checkpoint_callbacks]
-    files = [path for path in (best_of(trainer), *last) if path is not None and path.is_file()]
-    return list(dict.fromkeys(path.resolve() for path in files))
+    named = dict.fromkeys(path.resolve() for path in (best_of(trainer), *last) if path is not None and path.is_file())
+    folders = [
+        Path(each).resolve() for call in trainer.checkpoint_callbacks if (each := getattr(call, "dirpath", None))
+    ]
+    files = [path for path in named if any(path.is_relative_to(folder) for folder in folders)]
+    for path in named.keys() - files:
+        warnings.warn(f"{path} is in no folder of this fit's checkpoints, and stays without phi", stacklevel=4)
+    return files
 
 
 def save_tuned(trainer: L.Trainer) -> None:
