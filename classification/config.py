@@ -72,7 +72,8 @@ class MetricConfig(BesidesConfig):
     # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou,
     # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run
     name: str = "accuracy"
-    # expected_cost: cost[true][predicted], each with a decimal point, as omegaconf below 2.4 rejects 0 for 0.0
+    # expected_cost: a row for each true class, a column for each predicted one; each with a decimal point, as omegaconf
+    # below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
 
 
@@ -166,6 +167,8 @@ class ClassificationConfig(RunConfig):
             made.loss = OwnLossConfig() if own else LossConfig()  # type: ignore[attr-defined]
         if choices.get("data.kind") == "multilabel":
             made.starts.append("thresholds")
+        if choices.get("metric.name") == "expected_cost":
+            made.starts.append("costs")
         return made
 
     def why_absent(self, key: str) -> str:

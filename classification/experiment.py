@@ -29,7 +29,7 @@ from metricopt_ext.classification.offsets import (
     tune_threshold,
 )
 from metricopt_ext.classification.pictures import plot_examples
-from metricopt_ext.classification.predictions import scores_at
+from metricopt_ext.classification.predictions import predict, scores_at
 from metricopt_ext.classification.settings import classification_settings
 from metricopt_ext.classification.split_metric import batch_metric, check_part, model_metric, value_of
 from metricopt_ext.classification.splits import load_splits
@@ -38,6 +38,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
+from metricopt_ext.data.streamed import taken
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
@@ -47,20 +48,23 @@ from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.siblings import SiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import asked_for, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
-from metricopt_ext.methods.prior_starts import em_prior_start, moved_by
+from metricopt_ext.methods.prior_starts import cost_offsets, em_prior_start, moved_by
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
+from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
+LOOKED_AT = 100  # examples whose outputs are looked at, whether they are logits
 SIBLING_BATCH = 100  # examples in a batch of a sibling method, an equal share of each class
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -119,6 +123,9 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         metric = self._metric
         model = classifier(config, splits, seed, self.folder, self.callback)
         adapter = attach(model, config, seed, splits.train.x)
+        if ":" in config.model.name:  # the tools' own networks return logits
+            with evaluating(model), torch.no_grad():
+                refuse_probabilities(logits_of(predict(model, taken(splits.train.x, slice(LOOKED_AT)))))
         task = FinetuneTask(
             adapter,
             loss=named_loss(config, target),
@@ -227,6 +234,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             counts = train.y.bincount(minlength=self.target.count) if self.target.kind == "classes" else torch.zeros(1)
             known = adapter.outputs is not None and bool((counts > 0).all())
             return em_prior_start(self.task, self.validation()[0], counts) if known else None
+        if name == "costs":
+            costs = torch.tensor(self.config.metric.costs)
+            if adapter.outputs is None or not len(costs):
+                return None
+            offsets = cost_offsets(costs, one_logit=len(adapter.phi[adapter.offsets]) == 1)
+            return None if offsets is None else Start(moved_by(adapter, offsets))
         if name != "thresholds":
             return super().start(name)
         shares = self.target.shares(train.y)

@@ -370,7 +370,10 @@ def expected_cost(costs: Matrix) -> MetricSpec:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"costs must be an array of numbers, got {brief(costs)}") from error
     if cost.ndim != 2 or cost.shape[0] != cost.shape[1] or len(cost) < 2:
-        raise ValueError(f"costs must be c x c with c >= 2, got shape {tuple(cost.shape)}")
+        raise ValueError(
+            f"costs must be c x c with c >= 2, a row for each true class and a column for each predicted one, got shape"
+            f" {tuple(cost.shape)}"
+        )
     if not cost.isfinite().all():
         raise ValueError(f"costs must be finite, got {cost.tolist()}")
     bounds = float(cost.min()), float(cost.max())
@@ -384,8 +387,8 @@ def expected_cost(costs: Matrix) -> MetricSpec:
         paid = cost.to(labels.device)[labels, decide(logits)]
         return min(max(float(paid.mean()), bounds[0]), bounds[1])
 
-    arguments = {"costs": cost.tolist()}
-    return MetricSpec("expected_cost", False, bounds, function, "mean cost of the decisions", arguments=arguments)
+    said = "mean of costs[true class][predicted class]"
+    return MetricSpec("expected_cost", False, bounds, function, said, arguments={"costs": cost.tolist()})
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation") -> None:

@@ -42,6 +42,7 @@ STARTS = (
     "prior_twice",
     "prior_line",
     "thresholds",
+    "costs",
     "batchnorm_line",
     "batchnorm_mixed",
     "em_prior",

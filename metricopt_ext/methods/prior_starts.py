@@ -55,6 +55,27 @@ def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
     return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
 
 
+def cost_offsets(costs: Tensor, *, one_logit: bool = False) -> Tensor | None:
+    """Return the offsets by which decisions have the least expected cost, if the probabilities are right (Elkan, 2001).
+
+    Of two classes it is Bayes' threshold, log of the ratio of what an error of each costs. Of more, each class counts
+    by the mean of what its errors cost, which is Bayes' decision where they cost the same.
+
+    Args:
+        costs: ``C x C``, a row for each true class, a column for each predicted one.
+        one_logit: Whether the classifier has one logit for two classes.
+
+    Returns:
+        ``C`` numbers of mean zero, float64, or ``1``; None if an error of some class costs nothing more.
+    """
+    costs, count = costs.double(), len(costs)
+    errors = (costs.sum(1) - costs.diagonal()) / (count - 1) - costs.diagonal()
+    if not bool((errors > 0).all()):
+        return None
+    offsets = errors.log()
+    return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+
+
 def moved_by(adapter: Adapter, offsets: Tensor) -> Tensor:
     """Return the phi, ``d``, that adds offsets to the outputs, ``c``, and nothing else."""
     assert adapter.outputs is not None

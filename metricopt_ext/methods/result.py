@@ -38,6 +38,7 @@ KEPT = {
     "prior_twice": "logits adjusted by the priors at twice the strength",
     "prior_line": "logits adjusted by the priors as strongly as the metric prefers",
     "thresholds": "thresholds that predict each label as often as it occurs",
+    "costs": "logits adjusted by what errors cost",
 }
 
 
