@@ -33,6 +33,7 @@ from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
+MOST_DIM = 10_000  # of phi, whose search needs matrices of d x d
 # All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
 SOUPS = ("soup", "soup_batchnorm", "soup_prior")
 STARTS = (
@@ -143,7 +144,9 @@ class RunConfig:
         check_at_least(1, {"adapter.dim": self.adapter.dim})
         check_at_least(0, {"seed": self.seed})
         if self.seed + self.seeds > SEEDS:
-            raise ConfigError(f"seed={self.seed}: it and all after it must be below 2^32, as for NumPy")
+            raise ConfigError(f"seed={self.seed} seeds={self.seeds}: all seeds must be below 2^32, as for NumPy")
+        if self.adapter.dim > MOST_DIM:
+            raise ConfigError(f"adapter.dim={self.adapter.dim}: it must be at most {MOST_DIM}; 8 to 128 suit a search")
         self.finetune.check()
         with config_section("guard.confidence"):
             deviates(self.guard.confidence)

@@ -88,7 +88,7 @@ def load_with_origins(
         ConfigError: As from `load_config`.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
     from yaml import BaseLoader, YAMLError, load
 
     in_file = where = f"{file}: " if isinstance(file, str | Path) else ""
@@ -154,9 +154,18 @@ def load_with_origins(
             raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
         named = f"{key}: " if key and where == in_file else ""
         said = " ".join(str(error).partition("    full_key:")[0].split())
-        if get_origin(known.get(key)) in (list, tuple):  # of a value inside, the key ends in [...]
-            said += " It must be a list, in brackets: [A, B]"
+        if isinstance(error, ValidationError) and (form := _form_of(known.get(key.partition("[")[0]))):
+            said = f"it must be {form}"
         raise ConfigError(f"{where}{named}{said}") from error
+
+
+def _form_of(kind: Any) -> str:
+    """Say of which form a value of a type is written; empty where that is more than a word."""
+    if get_origin(kind) in (list, tuple):
+        return f"a list, in brackets: [A, B], each {_form_of(get_args(kind)[0]) or 'a value'}"
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    named = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " or ".join(named[each] for each in kinds) if set(kinds) <= set(named) else ""
 
 
 def _content(file: str | Path | dict[str, Any] | None) -> Any:
