@@ -20,7 +20,7 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.words import decimals
+from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, ValueFunction
 
@@ -30,7 +30,7 @@ KEPT = {
     "metricopt": "MetricOpt",
     "search": "the end of the search",
     "part": "a part of the way to the end of the search",
-    "settings": "the tuned settings of inference with phi unchanged",
+    "settings": "the tuned settings of inference",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
     "batchnorm_line": "BatchNorm's statistics mixed with the deployment's",
@@ -262,6 +262,11 @@ class Result(Generic[Own]):
 
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
+        if self.chosen == "settings":
+            start = self.start_of(self.chosen)
+            replaced = len(start.buffers) + len(start.parameters)
+            changed = [*(["phi"] if start.phi.any() else []), *([counted(replaced, "tensor")] if replaced else [])]
+            return f"{kept(self.chosen)}, with {' and '.join(changed)} of a start" if changed else kept(self.chosen)
         if self.chosen != "part" or self.kept_share is None:
             return kept(self.chosen) + self._strength(self.chosen)
         unknown = "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
