@@ -26,6 +26,7 @@ Evaluation is by AP50; --eval-only writes it to OUTPUT_DIR/results.json.
 import argparse
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ from metricopt_ext.runtime.distributed import left_in_order
 from metricopt_ext.runtime.stopping import ending_when_stopped
 from metricopt_ext.utils.extras import naming_extras
 from metricopt_ext.utils.files import write_json
+
+if find_spec("detectron2") is None and {"-h", "--help"} & {*sys.argv}:  # whose parser has the other options
+    print(f"{__doc__}\nIt needs Detectron2, and with it has its options, too: --help lists them then.")
+    sys.exit()
 
 with naming_extras():
     from detectron2.checkpoint import DetectionCheckpointer
