@@ -1,6 +1,7 @@
 """Annotated sets in Detectron2's catalog, and its sets as annotated sets."""
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,6 +185,26 @@ def classes_of(name: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
+def _check_apart(trained: Sequence[str], judged: str) -> None:
+    """Refuse that phi is tuned on what the detector was trained on, and name images of both.
+
+    Raises:
+        ConfigError: All images of the set to judge are trained on.
+    """
+    known = {each.get("file_name") for name in trained for each in records_of(name)} - {None}
+    images = records_of(judged)
+    both = sum(each.get("file_name") in known for each in images)
+    if both and both == len(images):
+        raise ConfigError(
+            f"METRICOPT.METRIC.SET {judged} has images of DATASETS.TRAIN alone; name a set that is not trained on"
+        )
+    if both:
+        warnings.warn(
+            f"{both} of {len(images)} images of {judged} are trained on, too; what a model has seen is judged too well",
+            stacklevel=3,
+        )
+
+
 def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> None:
     """Read all sets of a run before it starts, and check that they fit the detector and each other.
 
@@ -199,6 +220,8 @@ def check_sets(cfg: CfgNode, trained: Sequence[str], judged: Sequence[str]) -> N
         DataError: There is no such set, or it can't be read.
     """
     head = {"GeneralizedRCNN": "ROI_HEADS", "RetinaNet": "RETINANET"}.get(cfg.MODEL.META_ARCHITECTURE)
+    if (judges := metricopt_settings(cfg).metric.set) in judged:
+        _check_apart(trained, judges)
     first = None
     for name in [*trained, *judged]:
         records = records_of(name)

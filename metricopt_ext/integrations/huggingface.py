@@ -160,7 +160,7 @@ def _judged_on(trainer: Any, given: Any) -> Any:
     """Return the evaluation data.
 
     Raises:
-        ConfigError: There is none, or there are several sets.
+        ConfigError: There is none, or there are several sets, or it is what was trained on.
     """
     data = trainer.eval_dataset if given is None else given
     if data is None:
@@ -170,6 +170,8 @@ def _judged_on(trainer: Any, given: Any) -> Any:
             f"the trainer has several evaluation sets ({', '.join(data)}); give one, eval_dataset={next(iter(data))!r}"
             " of them"
         )
+    if data is trainer.train_dataset:
+        raise ConfigError("eval_dataset is the trainer's train_dataset; give data that the model was not trained on")
     return data
 
 

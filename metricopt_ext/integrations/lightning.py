@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
@@ -203,10 +204,13 @@ class SearchPhi(L.Callback):
         """Return the trainer's training data as batches that can be drawn again.
 
         Raises:
-            DataError: They can't; or there is no validation data.
+            DataError: They can't; or there is no validation data, or it is what is trained on.
         """
         if not trainer.val_dataloaders:
             raise DataError(
                 f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
             )
+        judged = tree_leaves(trainer.val_dataloaders)
+        if any(getattr(each, "dataset", each) is getattr(trainer.train_dataloader, "dataset", None) for each in judged):
+            raise DataError("the validation data are the training data; give fit a loader of other data")
         return loader_batches(trainer.train_dataloader)
