@@ -174,6 +174,8 @@ class Columns:
             )
         if different < 2 and not bad:
             notes.append("the same in each row")
+        if different == len(values) >= _TELLING and all(map(WHOLE.fullmatch, column)):
+            notes.append(f"another whole number in each row, as an id has; data.drop=[{name}] leaves it out")
         return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
 
     def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
