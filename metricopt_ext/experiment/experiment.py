@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -269,9 +269,26 @@ class Experiment(ABC, Generic[Config]):
         with adapter.applied(Start(adapter.phi)):
             yield
 
-    def finish(self) -> None:
-        """Write the tuned model, phi merged, once the model has MetricOpt's phi; a task may add more."""
+    def save_tuned(self) -> None:
+        """Write the model that is tuned, phi merged, as soon as MetricOpt has it: other methods may take long."""
         save_checkpoint(self.folder / "tuned.safetensors", self.task.adapter.merged_state_dict())
+
+    def finish(self) -> None:
+        """Write the tuned model once the model has MetricOpt's phi; a task may add more."""
+        self.save_tuned()
+
+
+class _Saving(Callback):
+    """Saves the tuned model at the first outcome, which is MetricOpt's."""
+
+    def __init__(self, experiment: Experiment[Any]) -> None:
+        self._save: Callable[[], None] | None = experiment.save_tuned
+
+    def outcome(self, before: float, after: float) -> None:
+        """Save it, once."""
+        if self._save is not None:
+            self._save()
+        self._save = None
 
 
 def run_seed(
@@ -318,7 +335,7 @@ def run_seed(
         ):  # the report counts other seeds
             warnings.warn(str(rare), stacklevel=2)
         counts = {"validation": Counted(experiment.task.metric), "test": Counted(experiment.test_metric)}
-        methods = experiment.methods(resume, shown)
+        methods = experiment.methods(resume, Several(shown, _Saving(experiment)))
         comparison = compare(experiment.task, experiment.test_metric, methods, bool(config.pictures))
         made = {part: count.queries for part, count in counts.items()}
         record = distributed.on_first(lambda: _recorded(experiment, comparison, made))
