@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.data.evidence import LOOKED_AT, check_evidence, leaves, spaced
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.guard import CONFIDENCE
@@ -31,7 +31,6 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 
 CPU = torch.device("cpu")
-LOOKED_AT = 8  # items of a split that are read twice
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 # A tester's embeddings and labels by split.
@@ -230,7 +229,8 @@ def _task_and_classes(
             f"split={split!r} with splits_to_eval={splits_to_eval}: each must be a split of dataset_dict"
             f" ({', '.join(dataset_dict)}), and {split!r} must be queried"
         )
-    check_evidence(trainer.dataset, dataset_dict[split], split)
+    check_evidence(trainer.dataset, dataset_dict[split], f"split {split!r}")
+    _warn_of_classes(trainer.dataset, dataset_dict[split], split)
     known = tester.accuracy_calculator.get_curr_metrics()
     if metric not in known:
         raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
@@ -306,44 +306,27 @@ def _task_and_classes(
     return task, classes
 
 
-def check_evidence(train: Any, data: Any, split: str) -> None:
-    """Refuse the training set as what is judged, and warn where its items are drawn anew each time that they are read.
-
-    Args:
-        train: The trainer's dataset.
-        data: A split's.
-        split: Its name.
-
-    Raises:
-        ConfigError: They are the same, or `LOOKED_AT` of their items are.
-    """
-    places = sorted({int(place) for place in torch.linspace(0, len(data) - 1, LOOKED_AT)}) if len(data) else []
-    reads: list[list[Any]] = []
-    for seed in (0, 1):
-        with seeded_streams(seed, CPU):
-            reads.append([_input_of(data, place) for place in places])
-    first, again = reads
-    alike = len(data) == len(train) and all(map(_same, first, (_input_of(train, place) for place in places)))
-    if data is train or (places and alike):
-        raise ConfigError(
-            f"split {split!r} is the trainer's own training set, whose classes its loss has seen; give one of other"
-            " classes"
-        )
-    if not all(map(_same, first, again)):
+def _warn_of_classes(train: Any, data: Any, split: str) -> None:
+    """Warn where datasets whose labels are comparable, as parts of one or of classes of the same names, share some."""
+    known, judged = _labels_of(train), _labels_of(data)
+    both = {label for key in known.keys() & judged.keys() for label in known[key] & judged[key]}
+    if both:
         warnings.warn(
-            f"items of split {split!r} differ each time that they are read, as by random transforms: the metric is of"
-            " one draw of them; give the split the transforms of a test set",
+            f"{counted(len(both), 'class')} of split {split!r} are trained on, too; hold whole classes out",
             stacklevel=5,
         )
 
 
-def _input_of(data: Any, place: int) -> Any:
-    item = data[place]
-    return np.asarray(item[0] if isinstance(item, tuple | list) else item)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a.dtype == b.dtype and a.dtype != object and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+def _labels_of(data: Any) -> dict[Any, set[str]]:
+    """The labels of up to `LOOKED_AT` items of each dataset that one is made of, by its classes' names or itself."""
+    found: dict[Any, set[str]] = {}
+    for leaf, places in leaves(data) if hasattr(data, "__len__") else ():
+        targets = getattr(leaf, "targets", None)
+        for place in (places[i] for i in spaced(len(places), LOOKED_AT)):
+            item = leaf[place] if targets is None else (None, targets[place])
+            if isinstance(item, tuple | list) and len(item) > 1:
+                found.setdefault(tuple(getattr(leaf, "classes", ())) or id(leaf), set()).add(str(item[1]))
+    return found
 
 
 def _verdict(tested: Any, split: str, metric: str, seed: int, classes: set[int]) -> Any:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.wrappers import unwrapped
+from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.integrations.loops import (
@@ -160,7 +161,8 @@ def _judged_on(trainer: Any, given: Any) -> Any:
     """Return the evaluation data.
 
     Raises:
-        ConfigError: There is none, or there are several sets, or it is what was trained on.
+        ConfigError: There is none, or there are several sets.
+        DataError: Most of it is what was trained on.
     """
     data = trainer.eval_dataset if given is None else given
     if data is None:
@@ -170,8 +172,7 @@ def _judged_on(trainer: Any, given: Any) -> Any:
             f"the trainer has several evaluation sets ({', '.join(data)}); give one, eval_dataset={next(iter(data))!r}"
             " of them"
         )
-    if data is trainer.train_dataset:
-        raise ConfigError("eval_dataset is the trainer's train_dataset; give data that the model was not trained on")
+    check_evidence(trainer.train_dataset, data, "eval_dataset", trainer.data_collator)
     return data
 
 

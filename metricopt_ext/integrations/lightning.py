@@ -1,6 +1,8 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import StartLine
+from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
@@ -24,8 +27,6 @@ from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
-
-# Names of what is usually better if lower.
 
 PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
@@ -138,12 +139,26 @@ class SearchPhi(L.Callback):
             self._check_logged(trainer.logged_metrics)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Check that there are batches to draw, and validation data.
+        """Check that there are batches to draw, and validation data, of which one loader at least is not trained on.
 
         Raises:
-            DataError: There are none.
+            DataError: There are none, or all are.
         """
         self._batches(trainer)
+        judged, refused = tree_leaves(trainer.val_dataloaders), list[DataError]()
+        if place := re.search(r"/dataloader_idx_([0-9]+)$", self.monitor):
+            judged = judged[int(place[1]) :][:1]
+        for each in judged:
+            try:
+                train = getattr(trainer.train_dataloader, "dataset", None)
+                own = [each.collate_fn] if callable(getattr(each, "collate_fn", None)) else []
+                check_evidence(train, getattr(each, "dataset", each), "the validation data", *own)
+            except DataError as error:
+                refused.append(error)
+        if judged and len(refused) == len(judged):
+            raise refused[0]
+        for error in refused:
+            warnings.warn(str(error), stacklevel=2)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Attach the adapter, search, and merge phi; after an error the module is as it was.
@@ -204,13 +219,10 @@ class SearchPhi(L.Callback):
         """Return the trainer's training data as batches that can be drawn again.
 
         Raises:
-            DataError: They can't; or there is no validation data, or it is what is trained on.
+            DataError: They can't; or there is no validation data.
         """
         if not trainer.val_dataloaders:
             raise DataError(
                 f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
             )
-        judged = tree_leaves(trainer.val_dataloaders)
-        if any(getattr(each, "dataset", each) is getattr(trainer.train_dataloader, "dataset", None) for each in judged):
-            raise DataError("the validation data are the training data; give fit a loader of other data")
         return loader_batches(trainer.train_dataloader)

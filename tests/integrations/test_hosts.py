@@ -18,7 +18,7 @@ from testers.host import Host, HostTester, Judge
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0.5).long()
-DATA = TensorDataset(X, Y)
+DATA, TRAINED_ON = TensorDataset(X, Y), TensorDataset(X + 0.01, Y)
 QUIET: dict[str, Any] = {"callback": mo.Callback(), "attach": partial(mo.attach_film, dim=4, outputs=mo.Outputs())}
 
 
@@ -138,13 +138,13 @@ class TestLightning(HostTester):
 
         module, whole = Module(), DataLoader(DATA, batch_size=48)
         hosts = [trainer(enable_checkpointing=False)]
-        hosts[0].fit(module, DataLoader(DATA, batch_size=16), whole)
+        hosts[0].fit(module, DataLoader(TRAINED_ON, batch_size=16), whole)
 
         def tune(**options: Any) -> mo.Result:
             search = SearchPhi("score", halves=("even", "odd"), queries=self.queries, **QUIET, **options)
             kept = ModelCheckpoint(folder / str(len(hosts)), save_last=True)
             hosts.append(trainer(callbacks=[search, kept], num_sanity_val_steps=0))
-            hosts[-1].fit(module, DataLoader(DATA, batch_size=16), whole)
+            hosts[-1].fit(module, DataLoader(TRAINED_ON, batch_size=16), whole)
             return search.run
 
         def evaluate() -> float:
@@ -194,7 +194,7 @@ class TestHuggingFace(HostTester):
                 disable_tqdm=True,
                 per_device_eval_batch_size=48,
             ),
-            train_dataset=ROWS,
+            train_dataset=[{**row, "input_ids": [*row["input_ids"], 39]} for row in ROWS],
             eval_dataset=ROWS,
             compute_metrics=compute,
         )
@@ -259,7 +259,7 @@ class TestMetricLearning(HostTester):
             optimizers={"trunk_optimizer": torch.optim.Adam(trunk.parameters())},
             batch_size=16,
             loss_funcs={"metric_loss": losses.TripletMarginLoss()},
-            dataset=TensorDataset(points, labels),
+            dataset=TensorDataset(points + 0.01, labels),
             dataloader_num_workers=0,
             data_device=cpu,
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused, assert_warned
@@ -24,6 +24,7 @@ ROWS = [
     {"input_ids": [int(i) for i in RNG.integers(10 * y, 10 * y + 20, RNG.integers(3, 7))], "labels": int(y)}
     for y in LABELS
 ]
+TRAINED_ON = [{**row, "input_ids": [*row["input_ids"], 39]} for row in ROWS]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ def trainer(folder: Path, **options: Any) -> Any:
         disable_tqdm=True,
     )
     model = transformers.BertForSequenceClassification(config)
-    parts = {"train_dataset": ROWS, "eval_dataset": ROWS, "compute_metrics": likelihood, **given}
+    parts = {"train_dataset": TRAINED_ON, "eval_dataset": ROWS, "compute_metrics": likelihood, **given}
     return kind(model, arguments, data_collator=collate, **parts)
 
 
@@ -148,7 +149,7 @@ def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
         transformers.T5ForConditionalGeneration(config),
         transformers.Seq2SeqTrainingArguments(str(tmp_path), **own, **quiet),
         data_collator=lambda batch: {name: torch.tensor([row[name] for row in batch]) for name in batch[0]},
-        train_dataset=rows,
+        train_dataset=[{**row, "input_ids": [2, *row["input_ids"][1:]]} for row in rows[1:]],
         eval_dataset=rows,
         compute_metrics=lambda prediction: {"first": float((prediction.predictions[:, 1] < 20).mean())},
     )
@@ -262,6 +263,9 @@ class Stream(IterableDataset[Any]):
         ({}, "f1", MetricError, ("'f1'",)),
         ({"compute_metrics": None}, "f1", MetricError, ("'f1'",)),
         ({"train_dataset": Stream(), "max_steps": 2}, "likelihood", DataError, ()),
+        ({"eval_dataset": TRAINED_ON}, "likelihood", DataError, ("eval_dataset",)),
+        ({"eval_dataset": Subset(TRAINED_ON, range(9))}, "likelihood", DataError, ("eval_dataset", "9 of 9")),
+        ({"eval_dataset": [{**row} for row in TRAINED_ON[::-1]]}, "likelihood", DataError, ("48 of 48",)),
     ],
 )
 def test_what_is_refused(

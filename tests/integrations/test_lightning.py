@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused, assert_warned, having
@@ -24,7 +24,8 @@ from metricopt_ext.value.value_function import RidgeValueFunction
 D = 4
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
-BATCHES = DataLoader(TensorDataset(X, Y), batch_size=16)
+BATCHES = DataLoader(TensorDataset(X + 1e-9, Y), batch_size=16)  # of training
+JUDGED = DataLoader(TensorDataset(X, Y), batch_size=16)
 TOO_LONG = mo.StartLine(lambda t: mo.Start(t * torch.ones(D + 1)), -1.0, 1.0)
 
 
@@ -95,9 +96,10 @@ class Scaled(L.LightningDataModule):
     """Its batches come in other units than the module takes; those of training are noisy."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(1000 * X, Y), batch_size=16)
+        return DataLoader(TensorDataset(1000 * X + 1e-6, Y), batch_size=16)
 
-    val_dataloader = train_dataloader
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(1000 * X, Y), batch_size=16)
 
     def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
         noise = torch.randn_like(batch[0]) if self.trainer.training else 0.0  # type: ignore[union-attr]
@@ -163,10 +165,10 @@ class Stream(IterableDataset[Any]):
 def test_what_can_not_be_merged_is_said_before_training_unless_the_adapter_stays() -> None:
     module = Module()
     module.scale = module.net[1].weight
-    assert_refused(lambda: trainer(callbacks=[search()]).fit(module, BATCHES, BATCHES), AdapterError, "net.1.weight")
+    assert_refused(lambda: trainer(callbacks=[search()]).fit(module, BATCHES, JUDGED), AdapterError, "net.1.weight")
     assert (module.trained, module.validated) == (0, 0)
     callback = search(merge=False)
-    trainer(callbacks=[callback]).fit(module, BATCHES, BATCHES)
+    trainer(callbacks=[callback]).fit(module, BATCHES, JUDGED)
     assert callback.adapter.dim == D
     assert "net.1.weight" in callback.adapter.base_state_dict()
 
@@ -187,7 +189,7 @@ def test_what_it_can_not_search_is_said_before_training(
 ) -> None:
     module = Module()
     weights = {name: each.clone() for name, each in module.state_dict().items()}
-    assert_refused(lambda: trainer(callbacks=[search(**options)]).fit(module, data, BATCHES), error, *names)
+    assert_refused(lambda: trainer(callbacks=[search(**options)]).fit(module, data, JUDGED), error, *names)
     assert module.trained == 0
     assert module.state_dict().keys() == weights.keys()  # the adapter that was tried is gone
     assert all(torch.equal(each, weights[name]) for name, each in module.state_dict().items())
@@ -201,16 +203,39 @@ def test_what_a_script_can_not_mean_is_refused_at_once() -> None:
     module = Module()
     module.automatic_optimization = False
     host = trainer(callbacks=[search()])
-    assert_refused(lambda: host.fit(module, BATCHES, BATCHES), ConfigError, "automatic_optimization", "False")
+    assert_refused(lambda: host.fit(module, BATCHES, JUDGED), ConfigError, "automatic_optimization", "False")
     late = trainer(callbacks=[search(monitor="f1")], num_sanity_val_steps=0, max_epochs=5)
     module = Module()
-    assert_refused(lambda: late.fit(module, BATCHES, BATCHES), ConfigError, "'f1'")
+    assert_refused(lambda: late.fit(module, BATCHES, JUDGED), ConfigError, "'f1'")
     assert module.trained == len(BATCHES)
 
 
 def test_several_validation_loaders() -> None:
     module, callback = Module(), search(monitor="score/dataloader_idx_1")
-    trainer(callbacks=[callback]).fit(module, BATCHES, [BATCHES, DataLoader(TensorDataset(X, Y), batch_size=48)])
+    trainer(callbacks=[callback]).fit(module, BATCHES, [JUDGED, DataLoader(TensorDataset(X, Y), batch_size=48)])
+    assert sum(callback.run.queries.values()) == 14
+
+
+@pytest.mark.parametrize(
+    ("monitor", "judged"),
+    [
+        ("score", BATCHES),
+        ("score", DataLoader(Subset(BATCHES.dataset, range(9)), batch_size=3)),
+        ("score", DataLoader(TensorDataset(X.flip(0) + 1e-9, 1 - Y), batch_size=16)),
+        ("score/dataloader_idx_1", [JUDGED, BATCHES]),
+    ],
+    ids=["itself", "a part", "its rows", "the loader that counts"],
+)
+def test_the_training_data_are_refused_before_training(monitor: str, judged: Any) -> None:
+    module = Module()
+    host = trainer(callbacks=[search(monitor=monitor)])
+    assert_refused(lambda: host.fit(module, BATCHES, judged), DataError, "validation")
+    assert module.trained == 0
+
+
+def test_training_data_beside_what_counts_are_let_pass() -> None:
+    callback = search(monitor="score/dataloader_idx_0")
+    trainer(callbacks=[callback]).fit(Module(), BATCHES, [JUDGED, BATCHES])
     assert sum(callback.run.queries.values()) == 14
 
 
@@ -247,7 +272,7 @@ class Saved(Module):
 def fitted(callback: SearchPhi | None, folder: Path, module: Saved, **options: Any) -> dict[str, Tensor]:
     kept = {"monitor": "early", "mode": "max", "filename": "best", "save_last": True}
     callbacks = [ModelCheckpoint(folder, **kept), *([] if callback is None else [callback])]
-    trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options).fit(module, BATCHES, BATCHES)
+    trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options).fit(module, BATCHES, JUDGED)
     return module.state_dict()
 
 
@@ -259,7 +284,7 @@ def test_the_search_begins_from_the_best_checkpoint_and_keeps_its_file(tmp_path:
     assert (tmp_path / "last.ckpt.untuned").exists()
     untuned = Saved()
     untuned.load_state_dict(best["state_dict"])
-    (scores,) = trainer().validate(untuned, BATCHES, verbose=False)
+    (scores,) = trainer().validate(untuned, JUDGED, verbose=False)
     assert callback.run.before == pytest.approx(scores["score"], abs=1e-9)
     rewritten = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert rewritten["epoch"] == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
@@ -16,7 +17,7 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses, miners, samplers, testers, trainers
 
 import metricopt_ext as mo
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, assert_warned
 from helpers.tensors import rand
 from metricopt_ext.data.halves import class_draws, class_halves
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError
@@ -370,3 +371,56 @@ def test_what_can_t_be_searched_costs_no_query(
         assert_refused(call, ConfigError, named)
         assert not any("metricopt" in name for name in trainer.models["trunk"].state_dict())
     assert Counting.calls == 0
+
+
+PAIRS = pairs(0) + pairs(7, 4.0)
+OTHERS = [i for i, (_, y) in enumerate(PAIRS) if y >= 4]  # of the last four classes
+SEEN = [i for i, (_, y) in enumerate(PAIRS) if y < 4]
+
+
+@pytest.mark.parametrize(
+    ("train", "judged"),
+    [(PAIRS, PAIRS), (PAIRS, Subset(PAIRS, range(48))), (PAIRS, [(x.clone(), 7 - y) for x, y in reversed(PAIRS)])],
+    ids=["itself", "a part", "a copy"],
+)
+def test_the_trainer_s_own_data_are_refused_as_what_is_judged(train: Any, judged: Any) -> None:
+    trunk = make_trunk()
+    trainer = make_trainer(trunk, dataset=train, sampler=None)
+    adapter, asked = mo.attach_film(trunk, dim=D), Counting.calls
+    assert_refused(lambda: search(trainer, make_tester(), adapter, dataset_dict={"val": judged}), DataError, "'val'")
+    assert Counting.calls == asked
+
+
+class Noisy:
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        x, y = pairs(7, 4.0)[place]
+        return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize(
+    ("train", "judged", "names"),
+    [
+        (Subset(PAIRS, range(48)), Subset(PAIRS, range(48, 96)), ("8 classes", "'val'")),
+        (Subset(PAIRS, SEEN), Subset(PAIRS, [*OTHERS, *SEEN[:6]]), ("6 of 54", "'val'")),
+        (pairs(0), Noisy(), ("'val'", "transforms")),
+    ],
+    ids=["the same classes", "some of the data", "random transforms"],
+)
+def test_evidence_that_is_less_than_it_looks_is_warned_of(train: Any, judged: Any, names: tuple[str, ...]) -> None:
+    trunk = make_trunk()
+    trainer = make_trainer(trunk, dataset=train, sampler=None)
+    call = lambda: trainer_task(  # noqa: E731
+        trainer, make_tester(), mo.attach_film(trunk, dim=D), {"val": judged}, metric="recall_at_1"
+    )
+    assert_warned(call, *names)
+
+
+def test_whole_classes_held_out_of_one_dataset_pass(recwarn: pytest.WarningsRecorder) -> None:
+    trunk = make_trunk()
+    trainer = make_trainer(trunk, dataset=Subset(PAIRS, SEEN), sampler=None)
+    adapter = mo.attach_film(trunk, dim=D)
+    trainer_task(trainer, make_tester(), adapter, {"val": Subset(PAIRS, OTHERS)}, metric="recall_at_1")
+    assert not [each for each in recwarn if "val" in str(each.message)]
