@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError, FileFormatError, MetricOptError
-from metricopt_ext.utils.tensor_names import names_in_model
+from metricopt_ext.utils.tensor_names import names_in_model, wrapper_of
 from metricopt_ext.utils.words import and_more, brief, counted, shortened
 
 # Where training scripts put the state dict.
@@ -226,19 +226,27 @@ def load_state(model: nn.Module, state: Mapping[str, Any], path: Path, *, keep: 
     try:
         model.load_state_dict(renamed)
     except Exception as error:
-        raise DataError(
-            f"{path} holds no weights for {type(model).__name__}: {_misfit(renamed, own, error)}"
-        ) from error
+        wrapper = wrapper_of(own)
+        bare = {name: name.removeprefix(wrapper) for name in own} | {name: key for key, name in read.names.items()}
+        why = _misfit(renamed, own, bare, error)
+        raise DataError(f"{path} holds no weights for {type(model).__name__}: {why}") from error
     if read.left_out:
         what = counted(len(read.left_out), "tensor")
         warnings.warn(f"{path}: {what} beside the model left out: {shortened(read.left_out)}", stacklevel=2)
 
 
-def _misfit(state: Mapping[str, Any], own: Mapping[str, Any], error: Exception) -> str:
-    """Return in words how a state dict differs from a model's, or else what loading it raised."""
-    missing, unknown = ([name for name in a if name not in b] for a, b in ((own, state), (state, own)))
+def _misfit(state: Mapping[str, Any], own: Mapping[str, Any], bare: Mapping[str, str], error: Exception) -> str:
+    """Return in words how a state dict differs from a model's, or else what loading it raised.
+
+    Args:
+        state: The state dict, by the model's names.
+        own: The model's.
+        bare: The file's names by the model's; of what the file lacks, those that it would have.
+        error: What loading it raised.
+    """
+    missing, unknown = ([bare[name] for name in a if name not in b] for a, b in ((own, state), (state, own)))
     unlike = [
-        f"{brief(name)} is {tuple(state[name].shape)} and should be {tuple(value.shape)}"
+        f"{brief(bare[name])} is {tuple(state[name].shape)} and should be {tuple(value.shape)}"
         for name, value in own.items()
         if isinstance(state.get(name), Tensor) and isinstance(value, Tensor) and state[name].shape != value.shape
     ]

@@ -45,7 +45,7 @@ def names_in_model(names: Collection[str], own: Collection[str]) -> Names:
         shorter = {name: _without(name, dropped) for name in names}
         if len(set(shorter.values())) < len(shorter):
             continue  # the parts tell tensors apart
-        for added in _added(own):
+        for added in dict.fromkeys(("", wrapper_of(own))):
             wanted = {name.removeprefix(added) for name in needed}
             prefix, found = _prefix(shorter.values(), wanted)
             if found > most:
@@ -64,10 +64,10 @@ def _without(name: str, dropped: tuple[str, ...]) -> str:
     return ".".join(part for part in name.split(".") if part not in dropped)
 
 
-def _added(own: Iterable[str]) -> list[str]:
-    """Return what a model's names may have before those of a file: nothing, or the wrapper that all have."""
+def wrapper_of(own: Iterable[str]) -> str:
+    """Return the wrapper that all of a model's names begin with, which those of a file may lack; empty if none."""
     first = {name.partition(".")[0] for name in own}
-    return ["", *(f"{part}." for part in first if len(first) == 1 and part in WRAPPERS)]
+    return next((f"{part}." for part in first if len(first) == 1 and part in WRAPPERS), "")
 
 
 def _prefix(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:

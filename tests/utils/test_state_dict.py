@@ -2,6 +2,7 @@
 
 import warnings
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,36 @@ def without(name: str) -> dict[str, Tensor]:
 def test_weights_of_another_model_are_refused(state: dict[str, Tensor], names: tuple[str, ...], tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pth")
     assert_refused(lambda: load_checkpoint(network(), tmp_path / "a.pth"), DataError, *names)
+
+
+class Named(nn.Module):
+    """A model whose parts are named."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_a_misfit_is_named_as_in_the_file_or_in_the_model_that_is_wrapped(tmp_path: Path) -> None:
+    """An embedder calls the model that it wraps its trunk, as the model may call a part of its own."""
+
+    def said(state: Mapping[str, Tensor]) -> str:
+        torch.save(dict(state), tmp_path / "a.pth")
+        with pytest.raises(DataError) as caught:
+            load_checkpoint(Named(trunk=Named(trunk=nn.Linear(3, 4), head=nn.Linear(4, 2))), tmp_path / "a.pth")
+        return str(caught.value)
+
+    fits = Named(trunk=nn.Linear(3, 4), head=nn.Linear(4, 2)).state_dict()
+    wide = Named(trunk=nn.Linear(3, 5), head=nn.Linear(4, 2)).state_dict()
+    more = {**fits, "trunk.scale": torch.ones(1)}
+    for state, names in (
+        (wide, ("'trunk.weight'", (5, 3), (4, 3))),
+        ({f"module.{name}": value for name, value in wide.items()}, ("'module.trunk.weight'",)),
+        ({name: value for name, value in fits.items() if name != "trunk.bias"}, ("'trunk.bias'",)),
+        (more, ("'trunk.scale'",)),
+        (nn.Conv1d(2, 3, 1).state_dict(), ("'trunk.weight'", "'weight'")),
+    ):
+        message = said(state)
+        assert "trunk.trunk" not in message
+        assert all(str(name) in message for name in names), message
