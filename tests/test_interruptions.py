@@ -1,4 +1,4 @@
-"""A search is interrupted at its lines: modes, hooks and weights are as they were.
+"""Adapters and searches are interrupted at their lines: modes, hooks and weights are as they were.
 
 A tracer raises KeyboardInterrupt where a line of the package is about to run, once: at its first or at its last time.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import metricopt_ext as mo
+from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -164,6 +165,55 @@ def searching(strategy: Any, queries: int) -> Callable[[], tuple[nn.Module, Call
         return own.adapter.model, work
 
     return make
+
+
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(12, 4)
+OTHER = {name: value + 0.1 if value.is_floating_point() else value for name, value in network().state_dict().items()}
+START = mo.Start(
+    torch.ones(7, dtype=torch.float64),
+    {"1.running_var": torch.full((6,), 2.0, dtype=torch.float64)},
+    {"3.weight": torch.ones(6, 6, dtype=torch.float64)},
+)
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: mo.attach_film(model, dim=3, example=X, outputs=mo.Outputs(temperature=True)),
+        lambda model: attach_input_bias(model, dim=3, outputs=mo.Outputs()),
+        lambda model: mo.attach_outputs(model, example=X),
+        lambda model: mo.attach_mixture(model, [OTHER], film=2, outputs=mo.Outputs()),
+    ],
+    ids=["film", "input_bias", "outputs", "mixture"],
+)
+def test_attaching(attach: Callable[[nn.Module], Any]) -> None:
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        model = network()
+        return model, lambda: attach(model)
+
+    check_lines(make)
+
+
+@pytest.mark.parametrize("method", ["apply", "load", "save", "remove", "merge", "merged_state_dict"])
+def test_what_an_adapter_does(method: str, tmp_path: Path) -> None:
+    adapter, arguments = moved(), {"apply": START, "load": tmp_path / "a", "save": tmp_path / "b"}
+    adapter.save(tmp_path / "a")
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        own = mo.Adapter(copy.deepcopy(adapter.model))
+        return own.model, lambda: getattr(own, method)(*[arguments[method]] if method in arguments else [])
+
+    check_lines(make)
+
+
+def test_statistics_estimated_anew() -> None:
+    task = search_task()
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        own = task.copied()
+        return own.adapter.model, lambda: mo.batchnorm_start(own, [X])
+
+    check_lines(make)
 
 
 # What Python ends itself, such as a generator that nobody needs, passes no error on.

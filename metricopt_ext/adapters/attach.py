@@ -330,6 +330,8 @@ def _mixture(
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         if index == 0:
+            files = [fingerprint(dict(state)) for state in states]  # without which phi's first coordinates say nothing
+            context.generator = f"{GENERATOR}, of checkpoints {', '.join(each[:16] for each in files)}"
             return Mixture(context, layer, states)
         made = _film(context, layer, generator(seed, "film", index - 1))
         for matrix in made.buffers():  # of its own coordinates alone, and as large as without the others
@@ -337,10 +339,7 @@ def _mixture(
             matrix.mul_(((count + film) / film) ** 0.5)
         return made
 
-    adapter = _attach(model, "mixture", [ROOT, *names], count + film, seed, modulation, outputs, calls)
-    files = [fingerprint(dict(state)) for state in states]  # without which phi's first coordinates say nothing
-    adapter.context.generator = f"{GENERATOR}, of checkpoints {', '.join(each[:16] for each in files)}"
-    return Adapter(model)  # whose phi is tagged with it
+    return _attach(model, "mixture", [ROOT, *names], count + film, seed, modulation, outputs, calls)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:

@@ -128,6 +128,7 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
     return Start(task.origin(), changed)
 
 
+@torch.no_grad()
 def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
     """Return a copy of a model with BatchNorm statistics of other inputs, or None if it keeps none.
 
@@ -152,9 +153,8 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches
         norm.train()
-    with torch.no_grad():
-        for _ in each_batch(inputs, copied):
-            pass
+    for _ in each_batch(inputs, copied):
+        pass
     for norm, (momentum, state) in zip(norms, before, strict=True):
         norm.momentum = momentum
         if norm.num_batches_tracked == 0:
