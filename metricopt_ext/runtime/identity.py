@@ -144,6 +144,7 @@ class Held:
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._folder, self._lock = folder, lock
+        self._taken = os.stat(folder / LOCK)  # the open file keeps its number from others
 
     @property
     def left(self) -> bool:
@@ -156,14 +157,13 @@ class Held:
         Raises:
             FileFormatError: It was left to other processes, or is another, or gone.
         """
-        descriptor = self._lock._context.lock_file_fd
-        if descriptor is None:
+        if self.left:
             raise FileFormatError(
                 f"{self._folder} was left to other processes, as by close(), so nothing more is written; go on by a new"
                 " search or run with resume=True"
             )
         with suppress(OSError):
-            if os.path.samestat(os.stat(self._folder / LOCK), os.fstat(descriptor)):
+            if os.path.samestat(os.stat(self._folder / LOCK), self._taken):
                 return
         raise FileFormatError(
             f"{self._folder} was removed or replaced while this run wrote to it, so the run ends; leave the folder"
