@@ -15,6 +15,7 @@ computed again: an interrupted comparison continues where it stopped, and seeds 
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
@@ -29,11 +30,11 @@ from metricopt_ext.comparison.comparison_report import print_report, write
 from metricopt_ext.comparison.joined import joined
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
-from metricopt_ext.experiment.command import add_show_config, errors_in_one_line
+from metricopt_ext.experiment.command import LIMIT_BROKEN, add_show_config, errors_in_one_line
 from metricopt_ext.experiment.config_sections import check_at_least
 from metricopt_ext.experiment.report_page import FILE as PAGE
 from metricopt_ext.experiment.style import print_written
-from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.run_folder import open_run, refuse_among_data
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
@@ -120,7 +121,9 @@ def main() -> None:
         if arguments.show_config:
             show(arguments.config_file, overrides)
             return
-        compare(*read_configs(arguments.config_file, overrides), arguments.output_dir)
+        content = compare(*read_configs(arguments.config_file, overrides), arguments.output_dir)
+    if any(each.get("broken") for each in content.get("guards", [])):
+        sys.exit(LIMIT_BROKEN)
 
 
 def read_configs(file: Path, overrides: Sequence[str] = ()) -> tuple[CompareConfig, Any]:
@@ -211,6 +214,7 @@ def compare(config: CompareConfig, subject: Any, folder: Path) -> dict[str, Any]
         raise ConfigError(
             f"metric.subject_to: {', '.join(heedless)} can't respect constraints; leave them out of methods"
         )
+    refuse_among_data(folder, subject.data_files())
     settings = {**subject.as_dict(), "task": config.task, "budgets": config.budgets, "starts": config.starts}
     with distributed.sharing(settings), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))

@@ -44,6 +44,7 @@ class Guarded(TypedDict):
     change: Finite
     error: Finite | None
     end: NotRequired[Finite]  # not in those in benchmarks/results
+    broken: NotRequired[dict[str, Finite]]
     whole: Judgement
 
 

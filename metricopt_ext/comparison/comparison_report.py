@@ -23,6 +23,7 @@ from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.seeds import chance_in_words
 from metricopt_ext.experiment.style import direction, markdown_table, print_points, print_table
+from metricopt_ext.methods.constrained import excess_in_words
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted
@@ -170,6 +171,12 @@ def notes(content: dict[str, Any]) -> list[str]:
             f"each method ends at its best queried point subject to {limits} on validation, if any satisfies this;"
             " free starts ignore it"
         )
+        lines += [
+            f"{METHODS[each['method']].title} with {counted(each['budget'], 'query')}, seed {each['seed']}: what is"
+            f" kept violates {excess_in_words(each['broken'])} on validation; none of its points satisfies all limits"
+            for each in content["guards"]
+            if each.get("broken")
+        ]
     if LABELLED in content["methods"] or LABELLED in content["starts"]:
         lines.append(
             f"{METHODS[LABELLED].title}: a third of the labels decides when to stop, then all are trained on; this"

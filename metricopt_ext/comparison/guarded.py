@@ -31,7 +31,8 @@ def record_of(
         change: What going from one state to another changes on test.
 
     Returns:
-        Plain data: ``kept``, the name of what was kept; ``gain`` and the other terms of the guard's `Verdict` on the
+        Plain data: ``kept``, the name of what was kept, and by how much it breaks each constraint that it breaks
+        (``broken``); ``gain`` and the other terms of the guard's `Verdict` on the
         end, in the metric's units; of the search's step, from its start to its end, whether it, or a part of it, was
         ``accepted``, and its ``change`` on test with its ``error``; ``end``, the change on test from the model as it
         was trained to the search's end; and ``whole``, of the whole run from that model: whether anything else was
@@ -58,6 +59,7 @@ def record_of(
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,
         "accepted": result.chosen in ("search", "part"),
+        "broken": result.broken,
         "gain": scale * verdict.gain,
         "chance": None if verdict.chance is None else scale * verdict.chance,
         "optimism": scale * verdict.optimism,

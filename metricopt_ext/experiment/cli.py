@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.command import (
     LIMIT_BROKEN,
     add_show_config,
@@ -33,7 +32,7 @@ from metricopt_ext.experiment.report_page import FILE, report_page
 from metricopt_ext.experiment.report_text import print_report, write
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_written
-from metricopt_ext.methods.run_folder import open_run
+from metricopt_ext.methods.run_folder import open_run, refuse_among_data
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
@@ -118,9 +117,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     config.check()
     require("tensorboard", "matplotlib", "jinja2")  # which are used once a model is trained
     subject = experiment.describe(config)  # refuses settings before the folder is taken
-    for root in config.data_files():
-        if root.is_dir() and folder.resolve().is_relative_to(root.resolve()):
-            raise ConfigError(f"--output-dir {folder} is in {root}, all of which is read as data; name another folder")
+    refuse_among_data(folder, config.data_files())
     with distributed.sharing(config.as_dict()), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))
         distributed.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))

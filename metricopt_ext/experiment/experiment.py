@@ -399,7 +399,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         settings={} if result.settings is None else dict(result.settings.changes),
         lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
         holding=None if result.constrained is None else result.constrained.holding,
-        broken={} if result.constrained is None else result.constrained.excess(result.chosen),
+        broken=result.broken,
         evaluations=evaluations,
     )
     experiment.finish()

@@ -13,11 +13,12 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_interval, spread
 from metricopt_ext.experiment.style import direction
+from metricopt_ext.methods.constrained import excess_in_words
 from metricopt_ext.methods.guard import Guard, deviates
 from metricopt_ext.methods.result import kept
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.versions import versions
-from metricopt_ext.utils.words import counted, decimals
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality
 
 BATCH_NOTE = "batch queries: further evaluations of the metric, on batches of scores and labels."
@@ -184,10 +185,9 @@ class Report:
         ]
         for record in known:
             if record.broken:
-                shown = " and ".join(f"{limit} by {decimals(by)}" for limit, by in record.broken.items())
                 lines.append(
-                    f"Seed {record.seed}: what is kept violates {shown} on validation; none of the points that were"
-                    " asked satisfies all limits"
+                    f"Seed {record.seed}: what is kept violates {excess_in_words(record.broken)} on validation; none of"
+                    " the points that were asked satisfies all limits"
                 )
         return lines
 

@@ -376,8 +376,11 @@ class SettingsRun(ProgramRun):
         assert self.holdout is not None
         aside = dict[str, float]()
         seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
+        if tuned.constrained is not None and not tuned.constrained.allows(BEFORE):
+            del seen[BEFORE]
         with ending() as programs:
-            for name, values in ((BEFORE, self.settings.defaults), (AFTER, tuned.values)):
+            for name in seen:
+                values = self.settings.defaults if name == BEFORE else tuned.values
                 trial, texts = f"{HELD_OUT}-{name}", self.settings.texts(values)
                 found = ledger.found(texts, held_out=True)
                 if found is None:

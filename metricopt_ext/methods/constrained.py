@@ -11,7 +11,6 @@ from metricopt_ext.utils.words import decimals
 NAMED = {
     "search": "the end of the search",
     "part": "the part of the way to the end of the search",
-    "line": "the best along the line",
     "settings": "the choice of settings",
 }
 
@@ -92,8 +91,13 @@ class Constrained:
 
     def broken(self, name: str) -> str:
         """Say what a candidate violates, and by how much; empty if it satisfies all."""
-        shown = " and ".join(f"{text} by {decimals(number)}" for text, number in self.excess(name).items())
-        return f"violates {shown} on the metric's data" if shown else ""
+        excess = self.excess(name)
+        return f"violates {excess_in_words(excess)} on the metric's data" if excess else ""
+
+
+def excess_in_words(excess: Mapping[str, float]) -> str:
+    """Say by how much each constraint is broken; see `Constrained.excess`."""
+    return " and ".join(f"{limit} by {decimals(by)}" for limit, by in excess.items())
 
 
 def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> list[str]:

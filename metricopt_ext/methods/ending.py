@@ -76,6 +76,7 @@ def decided(
         lambda those: decide(those, visited, sure, lines=began.lines),
     )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
+    new = new and (limits is None or limits.hold(candidates[decision.otherwise]))  # or else there is no way back
     return decision, kept_share(end, began.at.phi) if new else None
 
 

@@ -241,6 +241,14 @@ class Result(Generic[Own]):
         return None if known is None else known.scaled(self.scale)
 
     @property
+    def broken(self) -> dict[str, float]:
+        """By how much what was kept breaks each constraint that it breaks, by the constraint; empty if it breaks none.
+
+        Then no point that was asked satisfies all.
+        """
+        return {} if self.constrained is None else self.constrained.excess(self.chosen)
+
+    @property
     def also(self) -> dict[str, tuple[float, float]]:
         """Other quantities than the metric, by name: of the model as it was, and of the model as it is now."""
         before, after = (self.elsewhere.get(name, {}) for name in ("start", self.chosen))

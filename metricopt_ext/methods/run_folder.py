@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_identity import FORMAT, claim_open
@@ -248,6 +248,17 @@ def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | N
     population = distributed.on_first(kept)
     identity["population"] = int(population)
     return task.with_population(int(population), population.why)
+
+
+def refuse_among_data(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse an output folder in a folder of the data, before it is made.
+
+    Raises:
+        ConfigError: It is in one.
+    """
+    for root in files:
+        if root.is_dir() and folder.resolve().is_relative_to(root.resolve()):
+            raise ConfigError(f"--output-dir {folder} is in {root}, whose files are the data; name another folder")
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:

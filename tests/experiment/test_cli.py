@@ -17,6 +17,7 @@ from metricopt_ext.experiment import cli
 from metricopt_ext.experiment.config_sections import AdapterConfig
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig, SearchConfig
+from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.tasks.metric import Metric
@@ -47,8 +48,12 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     def call(*arguments: Any, run: Callable[..., object] | None = None) -> tuple[ToyConfig, Path, bool]:
         ran: list[tuple[ToyConfig, Path, bool]] = []
         monkeypatch.setattr(sys, "argv", ["tool.py", "--config-file", str(file), *map(str, arguments)])
-        keep = run or (lambda experiment, *given: ran.append(given))
-        monkeypatch.setattr(cli, "run_and_report", keep)
+
+        def keep(experiment: Any, *given: Any) -> Report:
+            ran.append(given)
+            return Report("toy", "distance", False, [], {})
+
+        monkeypatch.setattr(cli, "run_and_report", run or keep)
         cli.main_of("A tool.", Toy, "kind=fancy", {"kind": ("plain", "fancy")})
         (only,) = ran
         return only
@@ -67,6 +72,15 @@ def test_file_then_overrides_then_options(called: Any) -> None:
     assert resume
     config, _, _ = called("--seed", 0, "--output-dir", "out", "seed=6", "--kind", "fancy", "kind=plain")
     assert (config.seed, config.kind) == (0, "fancy")  # 0 is a seed too
+
+
+@pytest.mark.parametrize("inside", ["out", "a/b/out", "."])
+def test_an_output_folder_among_the_data_is_refused_before_it_is_made(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ToyConfig, "data_files", lambda self: [tmp_path])
+    assert_refused(lambda: cli.run_and_report(Toy, ToyConfig(), tmp_path / inside, False), ConfigError, "--output-dir")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Constraints through a whole run: a quadratic with a linear constraint, whose constrained optimum is known."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import mean
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import assert_refused, assert_warned
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
@@ -124,6 +125,24 @@ def test_where_nothing_satisfies_them_the_model_stays_and_it_is_said_once(toy: T
     assert not task.adapter.phi.any()
     assert run.constrained is not None
     assert (run.constrained.holding, run.constrained.evaluated) == (0, 40)
+    assert run.broken == {"along >= 1000": 1000.0}
+    assert re.search(having("40", "along >= 1000", "1000.0000"), str(run))
+
+
+def test_where_the_end_alone_satisfies_them_it_is_kept_whole(toy: Toy) -> None:
+    """Classes are new, and no share of the way to it: the start, and what is nearer to it, violates the limit."""
+    goal = toy.task.problem.goal
+    side = torch.nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(5)).double(), dim=0)
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi, value = model.metricopt.phi.detach(), toy.task.distance(model)
+        off = 4 * float((phi - goal) @ side)
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved, {"along": ">= 0.8"}, new_classes=True), 40)
+    assert run.chosen == "search"
+    assert run.also["along"][1] >= 0.8
+    assert run.broken == {}
 
 
 def test_a_search_looks_for_where_they_hold(toy: Toy) -> None:
@@ -167,7 +186,9 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.6, 0.6)) == "search"
     assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)) == "start"
     assert kept(start=at(0.9, 0.4), search=at(0.1, 0.6)) == "search"
-    assert kept(start=at(0.9, 0.4), search=at(0.95, 0.6)) == "start"
+    assert kept(start=at(0.9, 0.4), search=at(0.95, 0.6)) == "search"  # what satisfies all comes before any gain
+    assert kept(start=at(0.9, 0.4), prior=at(0.5, 0.6), search=at(0.1, 0.4)) == "prior"
+    assert kept(start=at(0.9, 0.4), search=at(0.1, 0.3)) == "start"
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
     candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
     assert decide_within(None, candidates, decided, decided) == decided(candidates)
@@ -265,5 +286,6 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
             search.tell(trial.id, cost, also={"along": toy.along(trial.phi)})
     run = search.result()
     assert run.also["along"][1] <= 0.2
+    assert run.broken == {}
     assert "more" not in run.also, "it was told of the start alone"
     assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")

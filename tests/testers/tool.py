@@ -42,6 +42,7 @@ class FinetuneTester:
     program: ModuleType
     config: Mapping[str, Any]
     counted: str  # metric.name of one's own in helpers.own
+    beside: str  # another metric, at most 1
     kept = "tuned.safetensors"
     seeds = 2  # of the run that is looked at
     # Overrides, or sections of the settings in place of the usual ones, and what their refusal names.
@@ -127,6 +128,18 @@ class FinetuneTester:
         assert told["validation"] <= plan["validation"]
         assert asked.count(max(asked)) == 2  # timed, and none on test
         assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+    @pytest.mark.slow
+    def test_a_limit_that_nothing_keeps_to_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """By how much, on which part, in what it prints and writes; and the exit status is 3."""
+        words = self.words(tmp_path / "run", "methods=[]", f"metric.subject_to.{self.beside}=>= 2", "pictures=false")
+        end(self.program, *words, status=3)
+        report = report_of(tmp_path / "run")
+        assert (report["holding"], report["kept"]) == ([0], ["start"])
+        ((limit, by),) = report["broken"][0].items()
+        assert by == pytest.approx(2 - report["also"][self.beside]["validation"]["after"][0])
+        for said in (capsys.readouterr().out, (tmp_path / "run" / "report.md").read_text()):
+            assert_named(" ".join(said.replace("\\", "").split()), limit, f"{by:.4f}", "validation", "none")
 
     @settings(max_examples=FEW)
     @given(share=st.floats(0.1, 1))
@@ -317,6 +330,22 @@ class CommandTester:
         other = self.words(self.score(), "--holdout", self.score("value = -value", "other.py"), out="other")
         report = self.tune(*other, out="other")
         assert report["after"] == report["before"]
+
+    def test_a_limit_is_kept_to_where_a_trial_does_or_its_breach_is_told(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """By how much, with the exit status 3; no data held out bring back defaults that alone break it."""
+        load, limit = ("--also", r"load=load (\S+)"), "load: >= start + 0.001"
+        score = self.score("print('load', value)")
+        self.tune(*self.words(score, *load, "--subject-to", "load: >= 7"), status=3)
+        report, (words,) = report_of(Path("out")), report_of(Path("out"))["broken"]
+        assert report["after"] == report["before"]
+        assert report["broken"] == {"load >= 7": pytest.approx(7 - report["after"], abs=1e-8)}
+        assert_named(capsys.readouterr().out, words, f"{report['broken'][words]:.4f}")
+        against = ("--holdout", self.score("value = -value", "other.py"))
+        report = self.tune(*self.words(score, *load, "--subject-to", limit, *against, out="other"), out="other")
+        assert report["broken"] == {}
+        assert report["after"] > report["before"]
 
     @settings(max_examples=FEW)
     @given(share=st.floats(0, 1), jobs=st.integers(1, 3))

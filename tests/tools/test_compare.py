@@ -23,7 +23,8 @@ OTHERS = ROOT / "benchmarks" / "configs" / "compare"
 CONFIGS = sorted([DIGITS, *OTHERS.glob("*.yaml")])
 CONFIG = ROOT / "configs" / "classification" / "digits.yaml"
 SMALL = [
-    *("data.name=breast_cancer", "data.standardise=true", "shift.kind=none", "model.name=tabular_mlp"),
+    *("data.name=breast_cancer", "data.positive=malignant", "data.standardise=true", "shift.kind=none"),
+    "model.name=tabular_mlp",
     *("adapter.kind=input_bias", "adapter.layers=[]", "adapter.dim=4", "model.epochs=2", "finetune.steps=5"),
     *("workers=1", "device=cpu"),
 ]
@@ -110,6 +111,19 @@ def test_a_failing_method_marks_its_cells_and_is_tried_again(tmp_path: Path, mon
     assert len(failed["methods"]["cma_es"]["cells"]) == 2
     monkeypatch.setattr("metricopt_ext.search.direct.estimated_direction", estimated_direction)
     assert run(tmp_path, "--seeds", "3-3")["methods"]["guided_es"]["errors"] == {}
+
+
+@pytest.mark.slow
+def test_a_limit_that_nothing_keeps_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["methods=[cma_es,metricopt]", "budgets=[20]", "metric.subject_to.accuracy=>= 2", "--seeds", "3-3"]
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, *words)
+    assert caught.value.code == 3
+    (guard,) = json.loads((tmp_path / "comparison.json").read_text())["guards"]
+    assert 1 < guard["broken"]["accuracy >= 2"] < 2
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("seed 3", "20 queries", "accuracy >= 2", f"{guard['broken']['accuracy >= 2']:.4f}", "validation"):
+        assert name in said
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ class TestClassifier(FinetuneTester):
         **SMALL,
     }
     counted = "accuracy"
+    beside = "macro_f1"
     refused = (
         (["metric.name=sklearn.metrics:nothing"], ["sklearn.metrics:nothing"]),
         (["methods=[sl_r]", "siblings.sl.iteratons=3"], ["siblings.sl", "iteratons", "iterations"]),
@@ -270,7 +271,8 @@ def small_a9a(folder: Path) -> list[str]:
 
 
 def test_a9a_under_another_class_ratio_and_cost(tmp_path: Path) -> None:
-    small = small_a9a(tmp_path)
+    (tmp_path / "data").mkdir()
+    small = small_a9a(tmp_path / "data")
     call("--config-file", A9A_SHIFTED, "--output-dir", tmp_path / "run", *TINY, *small, "methods=[threshold]")
     content = json.loads((tmp_path / "run" / "report.json").read_text())
     assert content["metric"] == {"name": "expected_cost", "maximize": False}

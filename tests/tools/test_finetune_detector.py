@@ -81,6 +81,7 @@ class TestDetector(FinetuneTester):
         **SMALL,
     }
     counted, kept, seeds = "mean_score", "tuned.pth", 1
+    beside = "AP75"
     refused = (
         (["toolkit=mmdet"], ["toolkit=", "mmdet", "torchvision"]),
         (["metric.definition=coco50"], ["metric.definition=", "coco50", "voc"]),

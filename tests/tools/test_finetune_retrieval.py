@@ -86,6 +86,7 @@ class TestRetrieval(FinetuneTester):
         **SMALL,
     }
     counted = "recall"
+    beside = "mean_reciprocal_rank"
     refused = (
         (["loss.name=fastap"], ["loss.name=", "fastap"]),
         (["loss.params={margn: 1}"], ["loss", "fast_ap", "margn"]),
