@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.data.arrays import TABLES, array_names, holds_several, read_array
 from metricopt_ext.data.labelled import Labelled, Table
-from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.reading import Reading, row_numbers
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief, counted
 
@@ -75,7 +75,7 @@ def labelled(path: Path | str, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Tab
         if x.is_complex() or (x.is_floating_point() and bool(x.isinf().any())):
             raise DataError(f"{path} must have finite real numbers, got {x.dtype}")
         kept = x if x.dtype == torch.float32 else x.double()
-        found = f"arrays of {path}, {counted(len(x), 'row')} of {counted(x.shape[1], 'feature')}"
+        found = f"arrays of {path}, {counted(len(x), 'row')} of {counted(x.shape[1], 'feature')}{row_numbers(x)}"
         return Table(kept, numbers, names, Reading(found), (tuple(map(str, range(len(x)))),))
     return Labelled(images(path, x), numbers, names)
 
@@ -85,7 +85,11 @@ def _classes(path: Path | str, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...
     if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)) and (np.abs(labels) < 2**24).all():
         labels = labels.astype(np.int64)
     if labels.dtype.kind == "O":
-        labels = np.array([str(each) for each in labels])
+        kinds = {str if isinstance(each, str) else type(each) for each in labels}
+        if len(kinds) > 1:
+            shown = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise DataError(f"{path} has labels of several types, {shown}; make all of them text, or all integers")
+        labels = np.array(labels.tolist())
     if labels.dtype.kind not in "iubU":
         raise DataError(f"{path} must have integers or text as labels, got {labels.dtype}")
     values, places = np.unique(labels, return_inverse=True)

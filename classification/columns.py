@@ -1,20 +1,28 @@
 """Columns of text as numbers, as categories, or as what a row is to be predicted as."""
 
 import os
-import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metricopt_ext.data.numerals import BLANK, MISSING, WHOLE, in_one_go, number_in, plain_number, written_otherwise
-from metricopt_ext.data.reading import METRICS, Column
+from metricopt_ext.data.numerals import (
+    BLANK,
+    CODE,
+    MISSING,
+    WHOLE,
+    in_one_go,
+    number_in,
+    plain_number,
+    written_otherwise,
+)
+from metricopt_ext.data.reading import METRICS, TELLING, Column, near_names
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, override
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
@@ -25,7 +33,6 @@ NUMERIC = 0.9
 PRESENT = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "y": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "n": 0}
 MOST_VALUES = 100  # of a text column, each one input, and classes of the target
 _SHOWN = 3  # bad cells of a column that are named
-_TELLING = 10  # rows from which on values of their own are worth a look
 
 
 def _check_names(path: StrPath, header: Sequence[str], target: str, labels: Sequence[str]) -> None:
@@ -62,37 +69,28 @@ def class_labels(
             raise DataError(
                 f"{path}: {target!r} must be given in each row, but is {label!r} in row {rows[label]}; fill it in, or"
                 " leave out the row"
-                + ("" if label in BLANK else f" (data.categories=[{target}] if it is the name of a class)")
+                + ("" if label in BLANK else f" ({override('data.categories', target)} if it is the name of a class)")
             )
     alike: dict[Decimal, str] = {}
     for label in numbers if not as_they_are else ():
         if (other := alike.setdefault(Decimal(label), label)) != label:
             raise DataError(
                 f"{path}: {target!r} must have one way to write a label, got {other!r} in row {rows[other]} and"
-                f" {label!r} in row {rows[label]}"
+                f" {label!r} in row {rows[label]}; write them alike, or {override('data.categories', target)} takes"
+                " them as they are"
             )
     _check_names(path, header, target, classes)
     if len(numbers) + len(words) == len(classes) and numbers:
         classes.sort(key=lambda label: numbers.get(label, np.inf))  # stable: words stay in order
     notes = [f"one is {words[0]!r}, as in row {rows[words[0]]}, like a missing one"] if words else []
-    return Column(target, "class", values=len(classes), note="; ".join([*notes, *near_names(classes)])), classes
-
-
-def near_names(values: Iterable[str]) -> list[str]:
-    """Say which values differ in nothing but case or spaces; nothing if none do."""
-    seen: dict[str, str] = {}
-    for value in values:
-        other = seen.setdefault(" ".join(value.casefold().split()), value)
-        if other != value:
-            return [f"{brief(other)} and {brief(value)} are two of them, write them alike if they are one"]
-    return []
+    return Column(target, "class", values=len(classes), note="; ".join(notes)), classes
 
 
 class Columns:
     """Reads the columns of a table: as numbers, or as categories."""
 
-    def __init__(self, path: StrPath, lines: Sequence[int | str], missing: bool) -> None:
-        self._path, self._lines, self._missing = path, lines, missing
+    def __init__(self, path: StrPath, lines: Sequence[int | str], missing: bool, sizes: Sequence[int]) -> None:
+        self._path, self._lines, self._missing, self._ends = path, lines, missing, np.cumsum(sizes)[:-1]
 
     def column(self, name: str, column: Sequence[str], as_they_are: bool) -> tuple[Array, Column]:
         """Return a column's inputs, ``n x inputs`` float64 or bool, and how it was read."""
@@ -132,7 +130,7 @@ class Columns:
                 raise DataError(
                     f"{self._path}: column {name!r} of metric.columns must be a finite number in each row, got"
                     f" {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as texts"
-                    f" (data.categories=[{name}])"
+                    f" ({override('data.categories', name)})"
                 )
         if all(WHOLE.fullmatch(cell) for cell in numbers):
             whole = np.array([int(cell) for cell in column])  # all digits, as ids may have many
@@ -160,36 +158,38 @@ class Columns:
             also = f"; {len(values) - len(bad)} of its {len(values)} cells are numbers" if bad else ""
             raise DataError(
                 f"{self._path}: column {name!r} must be a finite number in each row, got {at}; fill it in, or"
-                f" leave out the row or the column (data.drop=[{name}]){filled}, or take all its cells as categories"
-                f" (data.categories=[{name}]){also}"
+                f" leave out the row or the column ({override('data.drop', name)}){filled}, or take all its cells as"
+                f" categories ({override('data.categories', name)}){also}"
             )
         different = len(np.unique(values[~np.isnan(values)]))
         self._check_digits(name, column, values)
         notes = []
-        zero = next((i for i, cell in enumerate(column) if re.fullmatch(r"[+-]?0[0-9]+", cell)), None)
-        if zero is not None:
+        code = next((i for i, cell in enumerate(column) if CODE.fullmatch(cell)), None)
+        if code is not None:
             notes.append(
-                f"some begin with 0 ({self._at(column, zero)}); if they are codes, data.categories=[{name}] takes them"
-                " as they are"
+                f"some are written like codes ({self._at(column, code)}); if they are,"
+                f" {override('data.categories', name)} takes them as they are"
             )
         if different < 2 and not bad:
             notes.append("the same in each row")
-        if different == len(values) >= _TELLING and all(map(WHOLE.fullmatch, column)):
-            notes.append(f"another whole number in each row, as an id has; data.drop=[{name}] leaves it out")
+        if self._own(values) and ((values % 1 == 0).all() or all(map(_even, np.split(values, self._ends)))):
+            notes.append(f"another number in each row, as of an id; {override('data.drop', name)} leaves it out")
         return values[:, None], Column(name, "number", 1, different, len(bad), which, "; ".join(notes))
 
     def _categories(self, name: str, column: Sequence[str], note: str) -> tuple[Array, Column]:
         values, codes = _coded(column)
         if len(values) > MOST_VALUES:
             raise DataError(
-                f"{self._path}: {too_many('text column', name, values)}; leave it out (data.drop=[{name}])"
+                f"{self._path}: {too_many('text column', name, values)}; leave it out ({override('data.drop', name)})"
                 + (f" ({note})" if note else "")
             )
         empty = [i for i, cell in enumerate(column) if cell.lower() in MISSING]
         notes = [note] if note else []
         single = sum(count == 1 for count in Counter(column).values())
-        if single > len(column) / 2 and len(column) >= _TELLING:
-            notes.append(f"{single} of {len(column)} rows have a value that no other row has, which teaches nothing")
+        own = self._own(codes)
+        if own or (single > len(column) / 2 and len(column) >= TELLING):
+            said = "another value in each row" if own else f"{single} of {len(column)} rows have a value of their own"
+            notes.append(f"{said}, as of an id; {override('data.drop', name)} leaves it out")
         notes += near_names(values)
         how = Column(
             name,
@@ -202,13 +202,19 @@ class Columns:
         )
         return codes[:, None] == np.arange(len(values)), how
 
+    def _own(self, values: Array) -> bool:
+        """Whether each row of a file has a value of its own."""
+        files = np.split(values, self._ends)
+        return len(values) >= TELLING * len(files) and all(len(np.unique(each)) == len(each) for each in files)
+
     def _check_notation(self, name: str, column: Sequence[str]) -> None:
         """Reject numbers in a notation that is not read: nothing fills these in."""
         at = next((i for i, cell in enumerate(column) if written_otherwise(cell)), None)
         if at is not None:
             raise DataError(
                 f"{self._path}: column {name!r} must have plain numbers with a decimal point, such as -1234.5, got"
-                f" {self._at(column, at)}; write them so, or data.categories=[{name}] takes all its cells as categories"
+                f" {self._at(column, at)}; write them so, or {override('data.categories', name)} takes all its cells as"
+                " categories"
             )
 
     def _check_digits(self, name: str, column: Sequence[str], values: Array) -> None:
@@ -219,7 +225,7 @@ class Columns:
             at = long[0]
             raise DataError(
                 f"{self._path}: column {name!r} has numbers of more digits than float64 tells apart, got"
-                f" {self._at(column, at)}; leave it out (data.drop=[{name}]) or shorten them"
+                f" {self._at(column, at)}; leave it out ({override('data.drop', name)}) or shorten them"
             )
 
     def _mixed(self, column: Sequence[str], given: Sequence[str], found: Sequence[str]) -> str:
@@ -232,6 +238,12 @@ class Columns:
 
     def _at(self, column: Sequence[str], place: int) -> str:
         return f"{brief(column[place])} in row {self._lines[place]}"
+
+
+def _even(values: Array) -> bool:
+    """Whether numbers rise or fall by one step, as those of rows do."""
+    steps = np.diff(values)
+    return np.allclose(steps, steps[0], rtol=1e-6, atol=0)
 
 
 def _coded(column: Sequence[str]) -> tuple[list[str], Array]:

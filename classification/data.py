@@ -17,6 +17,7 @@ from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import override
 
 StrPath = str | os.PathLike[str]
 
@@ -158,7 +159,9 @@ def imputed(splits: Splits, how: str) -> Splits:
     empty = np.flatnonzero(np.isnan(x).all(0))
     if len(empty):
         name = names[empty[0]]
-        raise DataError(f"column {name!r} has no number in train to fill it in by; leave it out (data.drop=[{name}])")
+        raise DataError(
+            f"column {name!r} has no number in train to fill it in by; leave it out ({override('data.drop', name)})"
+        )
     imputer = SimpleImputer(strategy="median" if how == "median" else "mean", add_indicator=how == "indicator").fit(x)
 
     def fill(part: Split, name: str) -> Split:

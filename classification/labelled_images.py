@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.classification.columns import PRESENT, near_names
+from metricopt_ext.classification.columns import PRESENT
 from metricopt_ext.data.images import (
     SUFFIXES,
     ImageSize,
-    noting,
     read_images,
     reader,
     stream_images,
 )
 from metricopt_ext.data.labelled import Labelled
-from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.reading import Reading, near_names
 from metricopt_ext.data.streamed import as_inputs
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
@@ -96,7 +95,6 @@ def load_labelled(
     size: ImageSize | None = None,
     *,
     stream: bool = False,
-    contents: dict[str, str] | None = None,
 ) -> Labelled:
     """Read the images of a file of labels, in the order of its rows.
 
@@ -105,7 +103,6 @@ def load_labelled(
         names: The labels, in the order of the targets' columns.
         size: As in `load_image_folder`.
         stream: As in `load_image_folder`.
-        contents: As in `load_image_folder`.
 
     Returns:
         Inputs ``n x 3 x h x w`` uint8, and which labels each has, ``n x k`` int64.
@@ -113,12 +110,12 @@ def load_labelled(
     Raises:
         DataError: For an unreadable image, or unequal sizes without ``size``.
     """
-    folder, y = found.folder, found.targets(names)
+    folder, read = found.folder, reader(found.folder)
     if stream:
-        streamed = stream_images(folder, found.images, reader(folder), size)
-        return Labelled(as_inputs(streamed), y, tuple(names))
-    read = noting(reader(folder), contents)
-    return Labelled(read_images(folder, found.images, read, size), y, tuple(names))
+        x = as_inputs(stream_images(folder, found.images, read, size))
+    else:
+        x = read_images(folder, found.images, read, size)
+    return Labelled(x, found.targets(names), tuple(names), tuple(str(folder / name) for name in found.images))
 
 
 def warn_of_unlabelled(parts: Sequence[Labels]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from metricopt_ext.data.labelled import Labelled, Table
 from metricopt_ext.data.precision import in_single_precision
-from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.reading import Reading, row_numbers
 from metricopt_ext.data.text_files import content_of
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
@@ -104,6 +104,7 @@ def read_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = N
             f" {parted[0]:g}; number the classes by whole numbers"
         )
     said = f"LIBSVM data, {counted(rows, 'example')} of {counted(features, 'feature')}, indices from {first}"
+    said += row_numbers(torch.from_numpy(x), first)
     if queries:
         said += "; query ids (qid) are left out"
     names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits

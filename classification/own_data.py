@@ -31,14 +31,13 @@ from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import ImageSize, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
-    digests_of_files,
-    digests_of_rows,
+    digests_of,
     folders_of_parts,
     renumbered,
     same_classes,
     warn_of_copies,
 )
-from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.reading import Reading, row_numbers
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.named import named
@@ -95,14 +94,9 @@ def image_parts(
     Returns:
         The parts, the classes' names, and what was read.
     """
-    loaded: dict[str, Labelled] = {}
-    contents: dict[str, dict[str, str]] = {}
-    for name, path in paths.items():
-        digests: dict[str, str] = {}
-        loaded[name] = load_image_folder(path, size, contents=digests, stream=stream)
-        contents[name] = {str(path / file): digest for file, digest in digests.items()}
+    loaded = {name: load_image_folder(path, size, stream=stream) for name, path in paths.items()}
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
-    warn_of_copies(contents)
+    _warn_of_copies({name: (part.x, part.files) for name, part in loaded.items()}, "file")
     parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
     said = ", ".join(f"{name}: {counted(len(part), 'image')} in {paths[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"folders of images for each part ({said})")
@@ -119,18 +113,10 @@ def labelled_image_parts(
     read = {name: read_labels(path, images=data.images, targets=data.targets) for name, path in paths.items()}
     check_same_columns(read)
     labels = same_classes({name: each.labels for name, each in read.items()})
-    contents: dict[str, dict[str, str]] = {}
-    parts: dict[str, Split] = {}
-    for name, each in read.items():
-        digests: dict[str, str] = {}
-        parts[name] = load_labelled(each, labels, size, stream=data.stream, contents=digests)
-        contents[name] = {str(each.folder / file): digest for file, digest in digests.items()}
-    if data.stream:  # which has read none
-        files = {name: [each.folder / file for file in each.images] for name, each in read.items()}
-        contents = digests_of_files(files)
-    warn_of_copies(contents)
+    loaded = {name: load_labelled(each, labels, size, stream=data.stream) for name, each in read.items()}
+    _warn_of_copies({name: (part.x, part.files) for name, part in loaded.items()}, "file")
     warn_of_unlabelled([*read.values()])
-    return parts, labels, reading_of(read, labels)
+    return {**loaded}, labels, reading_of(read, labels)
 
 
 def labelled_images(data: LabelledImagesConfig, size: ImageSize | None) -> tuple[Labelled, Reading]:
@@ -213,15 +199,12 @@ def _arrays_together(
         kind = Unscaled if isinstance(part, Table) else Split
         parts[name] = kind(part.x, part.y if part.y.ndim == 2 else renumbered(part.y, part.class_names, classes))
     _check_one_white({name: part.x for name, part in parts.items()}, where)
-    warn_of_copies(
-        {
-            name: digests_of_rows(part.x, part.y, (f"row {i} of {where[name]}" for i in range(len(part))))
-            for name, part in parts.items()
-        },
-        "row",
+    _warn_of_copies(
+        {name: (part.x, [f"row {i} of {where[name]}" for i in range(len(part))]) for name, part in parts.items()}
     )
     said = ", ".join(f"{name}: {counted(len(part), 'row')} of {where[name]}" for name, part in parts.items())
-    return parts, classes, Reading(f"arrays, {tuple(parts['train'].x.shape[1:])} each ({said})")
+    x = parts["train"].x
+    return parts, classes, Reading(f"arrays, {tuple(x.shape[1:])} each ({said}){row_numbers(x)}")
 
 
 def _check_one_white(parts: Mapping[str, Tensor], paths: Mapping[str, object]) -> None:
@@ -263,10 +246,7 @@ def table_parts(
     if whole.y.ndim == 1:  # each label is a class
         same_classes({name: tuple(names[label] for label in part.y.unique().tolist()) for name, part in parts.items()})
     rows = dict(zip(paths, whole.rows, strict=True))
-    warn_of_copies(
-        {name: digests_of_rows(part.x, part.y, (f"row {row}" for row in rows[name])) for name, part in parts.items()},
-        "row",
-    )
+    _warn_of_copies({name: (part.x, [f"row {row}" for row in rows[name]]) for name, part in parts.items()})
     said = ", ".join(f"{name}: {counted(len(part), 'row')}" for name, part in parts.items())
     return {**parts}, names, replace(whole.reading, found=f"{whole.reading.found} ({said})")
 
@@ -284,6 +264,12 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
         targets=data.targets,
         missing=bool(data.missing),
     )
+
+
+def _warn_of_copies(parts: Mapping[str, tuple[Tensor, Sequence[str]]], what: str = "row") -> None:
+    """Warn of examples in two parts, or often in one of which another is held out."""
+    held = "train" if "validation" not in parts else "" if "test" in parts else "validation"
+    warn_of_copies(digests_of(parts), what, divided=held)
 
 
 def streams(data: DataConfig) -> bool:

@@ -18,7 +18,7 @@ from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.files import existing
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief, counted, override
 
 StrPath = str | os.PathLike[str]
 Array = npt.NDArray[Any]
@@ -80,7 +80,7 @@ def read_csv(
         labels[target], names_of_classes = class_labels(
             path, target, named[target], lines, header, target in categories
         )
-    read = Columns(path, lines, missing)
+    read = Columns(path, lines, missing, sizes)
     y = np.zeros(0)
     if len(targets) > 1:
         y = np.stack([read.present(name, named[name]) for name in targets], 1)
@@ -181,5 +181,5 @@ def _check_header(path: StrPath, header: list[str], target: str, named: Sequence
     if "" in header and "" not in named:
         raise DataError(
             f"{path}: column {header.index('') + 1} of {len(header)} has no name, like one of row numbers; name it, or"
-            """ leave out all that have none ("data.drop=['']")"""
+            f" leave out all that have none ({override('data.drop', '')})"
         )

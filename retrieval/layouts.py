@@ -46,18 +46,16 @@ def joined(parts: Mapping[str, Labelled]) -> Labelled:
     if len({*shapes.values()}) > 1:
         raise DataError(f"images must all have one size, got {brief(shapes)}; set data.image_size")
     y = [torch.tensor([places[name] for name in part.class_names])[part.y] for part in parts.values()]
-    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names))
+    files = tuple(file for part in parts.values() for file in part.files)
+    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names), files)
 
 
-def load_class_folders(
-    root: Path, size: ImageSize | None, contents: dict[str, str] | None = None, stream: bool = False
-) -> tuple[Labelled, str]:
+def load_class_folders(root: Path, size: ImageSize | None, stream: bool = False) -> tuple[Labelled, str]:
     """Read images of classes: ``<class>/<file>``, or ``images`` with these (CUB-200-2011).
 
     Args:
         root: The folder.
         size: As ``image_size`` of `load_image_folder`.
-        contents: Receives a digest of each image's file that is read, by its name.
         stream: Whether the images stay on disk (`StreamedImages`).
 
     Returns:
@@ -68,5 +66,5 @@ def load_class_folders(
     """
     inner = root / "images"
     if (root / "images.txt").is_file() and (root / "image_class_labels.txt").is_file() and inner.is_dir():
-        return load_image_folder(inner, size, contents=contents, stream=stream), f"CUB-200-2011: the classes of {inner}"
-    return load_image_folder(root, size, contents=contents, stream=stream), ""
+        return load_image_folder(inner, size, stream=stream), f"CUB-200-2011: the classes of {inner}"
+    return load_image_folder(root, size, stream=stream), ""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import Labelled, Split
-from metricopt_ext.data.own_parts import folders_of_parts, warn_of_copies
+from metricopt_ext.data.own_parts import FOLDERS, digests_of, folders_of_parts, warn_of_copies
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import taken
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.retrieval.config import DataConfig, OwnDataConfig
 from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes, split_classes
-from metricopt_ext.retrieval.layouts import joined, load_class_folders, queries_and_gallery
+from metricopt_ext.retrieval.layouts import GALLERIES, QUERIES, joined, load_class_folders, queries_and_gallery
 from metricopt_ext.utils.named import named
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
@@ -44,9 +44,7 @@ def own_parts(data: DataConfig, seed: int) -> Splits | None:
         paths, left = _folders_of(Path(data.root))
     if not paths:
         return None
-    contents: dict[str, dict[str, str]] = {}
-    read = {name: _part(path, data, contents.setdefault(name, {})) for name, path in paths.items()}
-    warn_of_copies(contents)
+    read = {name: _part(path, data) for name, path in paths.items()}
     told = {
         name: " and ".join(f"{counted(len(each), 'image')} of {paths[name] / own}" for own, each in part.items())
         for name, part in read.items()
@@ -136,6 +134,7 @@ def completed(read: Mapping[str, Mapping[str, Labelled]], data: DataConfig, seed
     """
     pooled = {name: joined(part) for name, part in read.items()}
     _check_classes(pooled)
+    warn_of_copies(digests_of({name: (part.x, part.named) for name, part in pooled.items()}), "image")
     said, queries = found, None
     if TEST in read and len(read[TEST]) > 1:
         first, second = (len(part) for part in read[TEST].values())
@@ -182,32 +181,28 @@ def _of_classes(part: Labelled, classes: Tensor) -> Labelled:
     return Labelled(taken(part.x, rows), places[part.y[rows]], names)
 
 
-def _part(path: Path, data: DataConfig, contents: dict[str, str]) -> dict[str, Labelled]:
+def _part(path: Path, data: DataConfig) -> dict[str, Labelled]:
     """A part's images by folder within it: all of them, or queries and gallery."""
     both = queries_and_gallery(path)
-    read = {}
-    for folder in both or (path,):
-        own: dict[str, str] = {}
-        read[folder.name if both else ""], _ = load_class_folders(folder, data.image_size or None, own, data.stream)
-        contents.update({str(folder / name): digest for name, digest in own.items()})
-    return read
+    return {
+        folder.name if both else "": load_class_folders(folder, data.image_size or None, data.stream)[0]
+        for folder in both or (path,)
+    }
 
 
 def _folders_of(root: Path) -> tuple[dict[str, Path], list[Path]]:
     """The folder of each part in a root: train, and val, test, or queries and a gallery beside it."""
     if queries_and_gallery(root) is None:
         return folders_of_parts(root)
-    train = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("train", "training")]
+    inner = [each for each in root.iterdir() if each.is_dir()]
+    train, val = ([each for each in inner if each.name.lower() in FOLDERS[part]] for part in ("train", VALIDATION))
     if len(train) != 1:
         raise DataError(
             f"{root} holds queries and a gallery, but no folder train, whose classes the loss sees; name it by"
             " data.train, and the folder of queries and gallery by data.test"
         )
-    known = {train[0].name.lower(), "query", "queries", "gallery", "index", "database"}
-    val = [each for each in root.iterdir() if each.is_dir() and each.name.lower() in ("val", "valid", "validation")]
-    others = sorted(
-        each.name for each in root.iterdir() if each.is_dir() and each.name.lower() not in known and each not in val
-    )
+    known = {*QUERIES, *GALLERIES}
+    others = sorted(each.name for each in inner if each.name.lower() not in known and each not in [*train, *val[:1]])
     if others:
         raise DataError(f"{root} holds train, queries and a gallery, and also {brief(others)}; take these away")
     return {"train": train[0], **({VALIDATION: val[0]} if val else {}), TEST: root}, []

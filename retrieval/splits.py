@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from metricopt_ext.data.reading import Reading
+from metricopt_ext.data.reading import Reading, warn_of_near_names
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.retrieval.config import DataConfig, OwnDataConfig, RetrievalConfig
@@ -30,6 +30,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
     """
     with config_section("data"):
         splits = _divided(config.data, seed)
+    warn_of_near_names("classes", splits.class_names)
     with config_section("shift"):
         if config.shift.kind == "none":
             return splits

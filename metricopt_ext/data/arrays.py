@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.numerals import MISSING, WHOLE, plain_number
+from metricopt_ext.data.numerals import CODE, MISSING, WHOLE, plain_number
 from metricopt_ext.data.parquet import PARQUET, parquet_table
+from metricopt_ext.data.reading import warn_of_near_names
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.words import brief, shortened
@@ -19,7 +20,6 @@ TORCH = (".pt", ".pth")
 TABLES = (".csv", ".tsv")
 SUFFIXES = (".npy", ".npz", ".safetensors", *TORCH, *PARQUET, *TABLES)
 
-CODE = re.compile(r"[+-]?0[0-9].*|.*[eE].*")  # what is rather a code than a number
 NUMBERED = re.compile(r"(?P<name>.*?)(?P<number>[0-9]+)")  # a column of a table with one for each dimension
 
 
@@ -125,6 +125,7 @@ class Names:
         if others and all(plain_number(each) is not None for each in others):
             raise DataError(f"{path} has the label {brief(blank)} among numbers, as if it were missing; leave such out")
         numbers = [self._numbers.setdefault(each, len(self._numbers)) for each in flat]
+        warn_of_near_names("labels", self._numbers)
         return np.array(numbers, dtype=np.int64).reshape(named.shape)
 
 

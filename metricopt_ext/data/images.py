@@ -1,6 +1,5 @@
 """Images with class labels, read from folders."""
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,6 @@ def load_image_folder(
     *,
     depth: int = 1,
     mode: Mode = "RGB",
-    contents: dict[str, str] | None = None,
     stream: bool = False,
 ) -> Labelled:
     """Read ``<class>/<file>`` images from a folder, possibly below one more folder.
@@ -56,7 +54,6 @@ def load_image_folder(
         limit_per_class: Read only this many of each class, the first by file name; at least 1.
         depth: Number of folders that name a class; 2 for ``<group>/<class>/<file>``.
         mode: ``"RGB"``, or ``"L"`` for greyscale.
-        contents: Receives a digest of each file that is read, by its name there.
         stream: Whether the images stay on disk and are read whenever they are asked for (`StreamedImages`).
 
     Returns:
@@ -80,10 +77,10 @@ def load_image_folder(
         )
     chosen, y, class_names = _chosen(path, entries, limit_per_class, depth)
     if stream:
-        images = stream_images(path, chosen, reader(path), image_size, mode, contents=contents)
-        return Labelled(as_inputs(images), y, class_names)
-    x = read_images(path, chosen, noting(reader(path), contents), image_size, mode)
-    return Labelled(x, y, class_names)
+        x = as_inputs(stream_images(path, chosen, reader(path), image_size, mode))
+    else:
+        x = read_images(path, chosen, reader(path), image_size, mode)
+    return Labelled(x, y, class_names, tuple(str(path / name) for name in chosen))
 
 
 def read_images(
@@ -127,8 +124,6 @@ def stream_images(
     read: Callable[[str], bytes],
     image_size: ImageSize | None = None,
     mode: Mode = "RGB",
-    *,
-    contents: dict[str, str] | None = None,
 ) -> StreamedImages:
     """Return images that are read whenever they are asked for, as `read_images` reads them all.
 
@@ -141,15 +136,13 @@ def stream_images(
         read: Returns the content of a file by its name there; called in any thread.
         image_size: As in `load_image_folder`.
         mode: As in `load_image_folder`.
-        contents: As in `load_image_folder`.
 
     Raises:
         DataError: For an image that can't be opened, or unequal sizes without ``image_size``.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     several: list[str] = []
-    checked = noting(read, contents)
-    first = _pixels(path, names[0], checked, size, mode, several).shape
+    first = _pixels(path, names[0], read, size, mode, several).shape
 
     def pixels(row: int) -> Tensor:
         found = np.array(_pixels(path, names[row], read, size, mode, []))
@@ -161,7 +154,7 @@ def stream_images(
         return torch.from_numpy(found)
 
     for name in names[1:]:
-        height, width = _height_and_width(path, name, checked, several)
+        height, width = _height_and_width(path, name, read, several)
         if size is None and (height, width) != first[1:]:
             raise DataError(
                 f"{path}: images must all have one size, got {height} x {width} ({name}) and"
@@ -174,24 +167,6 @@ def stream_images(
 def reader(folder: Path) -> Callable[[str], bytes]:
     """Return a function that reads a folder's files by their names in it."""
     return lambda name: bytes_of(folder / name)
-
-
-def noting(read: Callable[[str], bytes], contents: dict[str, str] | None) -> Callable[[str], bytes]:
-    """Return a function that reads files by their names, as another does, and notes a digest of each.
-
-    Args:
-        read: The other.
-        contents: Receives the digests by name; None to note none.
-    """
-    if contents is None:
-        return read
-
-    def noted(name: str) -> bytes:
-        content = read(name)
-        contents[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return content
-
-    return noted
 
 
 def _chosen(

@@ -1,6 +1,6 @@
 """Examples with their class labels, in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,9 +79,16 @@ class Labelled(Split):
         x: Inputs, ``n x ...``.
         y: Labels, ``n`` int64 in 0..c-1.
         class_names: The ``c`` names.
+        files: The path of each example; none if it is of no file.
     """
 
     class_names: tuple[str, ...]
+    files: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> Sequence[str]:
+        """What each example is called."""
+        return self.files or [f"example {i}" for i in range(len(self))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,3 +126,8 @@ class Table(Unscaled):
     class_names: tuple[str, ...]
     reading: Reading
     rows: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def named(self) -> Sequence[str]:
+        """What each row is called."""
+        return [f"row {row}" for rows in self.rows for row in rows] or [f"row {i}" for i in range(len(self))]

@@ -21,6 +21,7 @@ _OTHER = re.compile(
     rf"\s*[{_SIGNS}]?\s*\)?"
 )
 WHOLE = re.compile(r"[+-]?[0-9]+")
+CODE = re.compile(r"[+-]?0[0-9]+|[0-9]+[eE][0-9]+")  # what is rather a code than a number, as 007 and 1E5
 
 
 def in_one_go(column: Sequence[str]) -> Array | None:

@@ -2,14 +2,15 @@
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from metricopt_ext.data.splits import PARTS
+from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.words import brief, counted
 
@@ -23,6 +24,7 @@ FOLDERS = {
 }
 ROWS = 1024  # of a table that are looked at together
 NAMED = 5  # files in two parts that a warning names
+OFTEN = 0.1  # of a part that is divided: such a share of copies is no chance
 
 
 def given_parts(paths: Mapping[str, str], root: str = "") -> dict[str, str]:
@@ -122,62 +124,74 @@ def renumbered(y: Tensor, own: Sequence[str], classes: Sequence[str]) -> Tensor:
     return torch.tensor([places[name] for name in own], dtype=torch.int64)[y]
 
 
-def warn_of_copies(parts: Mapping[str, Mapping[str, str]], what: str = "file") -> None:
-    """Warn once of what is in two parts, by content: how many, and the first five.
+def warn_of_copies(parts: Mapping[str, Mapping[str, str]], what: str = "file", divided: str = "") -> None:
+    """Warn once of what is in two parts, by content, or often in one that is divided: how many, and the first five.
 
     Args:
         parts: Of each part the digest of each file, or row, by its name.
         what: What the names are of.
+        divided: The part of which others are held out.
     """
     where: dict[str, tuple[str, str]] = {}  # the part and the name where a content was met first
-    copies = []
+    copies, counts, inside = list[str](), Counter[str](), list[str]()
     for part, digests in parts.items():
         for name, digest in digests.items():
             first, its_name = where.setdefault(digest, (part, name))
             if first != part:
+                counts[part] += 1
                 copies.append(f"{name} of {part} is {its_name} of {first}")
-    if copies:
+            elif its_name != name and part == divided:
+                inside.append(f"{name} is {its_name}")
+    total = {part: counted(len(digests), what) for part, digests in parts.items()}
+    said = [f"{count} of {total[part]} of {part} are in another part" for part, count in counts.items()]
+    if inside and len(inside) >= OFTEN * len(parts[divided]):
+        said.append(f"{len(inside)} of {total[divided]} to divide into parts are copies of others")
+        copies += inside
+    if said:
         more = f"; and {len(copies) - NAMED} more" if len(copies) > NAMED else ""
         warnings.warn(
-            f"{counted(len(copies), what)} in two parts, by content: {'; '.join(copies[:NAMED])}{more}. What the model"
-            " has seen is judged too well",
+            f"{' and '.join(said)}, by content: {'; '.join(copies[:NAMED])}{more}. What the model has seen is judged"
+            " too well",
             stacklevel=2,
         )
 
 
+def digests_of(parts: Mapping[str, tuple[Tensor, Sequence[str]]]) -> dict[str, dict[str, str]]:
+    """Return, of each part, a digest of each example's input, by its name.
+
+    Args:
+        parts: Of each the inputs, ``n x ...``, and their names, which are paths if they are images on disk.
+    """
+    if any(is_streamed(x) for x, _ in parts.values()):
+        return digests_of_files({part: map(Path, names) for part, (_, names) in parts.items()})
+    return {part: digests_of_rows(*each) for part, each in parts.items()}
+
+
 def digests_of_files(parts: Mapping[str, Iterable[Path]]) -> dict[str, dict[str, str]]:
-    """Return, of each part, a digest of each file whose size a file of another part has, by its path.
+    """Return, of each part, a digest of each file, by its path; of one whose size no other file has, the path itself.
 
     A file that can't be read is left to whoever reads it to report.
 
     Args:
         parts: The files of each part.
     """
-    sizes: dict[int, set[str]] = {}
-    known: dict[str, dict[str, int]] = {}
-    for part, files in parts.items():
-        known[part] = {str(file): file.stat().st_size for file in files if file.is_file()}
-        for size in known[part].values():
-            sizes.setdefault(size, set()).add(part)
+    known = {
+        part: {str(file): file.stat().st_size for file in files if file.is_file()} for part, files in parts.items()
+    }
+    sizes = Counter(size for files in known.values() for size in files.values())
     return {
-        part: {name: _digest_of(name) for name, size in files.items() if len(sizes[size]) > 1}
+        part: {name: _digest_of(name) if sizes[size] > 1 else name for name, size in files.items()}
         for part, files in known.items()
     }
 
 
-def digests_of_rows(x: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, str]:
-    """Return what tells the rows of a table apart, by their names: features and label, bit for bit.
-
-    Args:
-        x: Features, ``n x ...``.
-        y: Labels, ``n``.
-        names: The name of each row.
-    """
+def digests_of_rows(x: Tensor, names: Iterable[str]) -> dict[str, str]:
+    """Return what tells inputs ``n x ...`` apart, bit for bit, by their names."""
     digests: list[str] = []
-    for some, labels in zip(x.split(ROWS), y.split(ROWS), strict=True):
-        numbers = (some.double() + 0.0).reshape(len(some), -1)  # -0 is 0
-        for row in np.column_stack([numbers.numpy(force=True), labels.numpy(force=True)]):
-            digests.append(hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest())
+    for some in x.split(ROWS):
+        numbers = some if some.dtype == torch.uint8 else some.double() + 0.0  # -0 is 0
+        rows = numbers.reshape(len(some), -1).numpy(force=True)
+        digests += [hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest() for row in rows]
     return dict(zip(names, digests, strict=True))
 
 

@@ -1,11 +1,18 @@
 """How a file of examples was read, for the report and for the terminal: nothing is guessed in silence."""
 
+import unicodedata
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from metricopt_ext.data.numerals import plain_number
 from metricopt_ext.utils.words import brief, counted
 
 HEADER = ["column", "read as", "inputs", "values", "bad cells"]
 METRICS = "for the metric"  # how a column was read that the metric is given, and the model is not
+TELLING = 10  # rows from which on values of their own are worth a look
 MOST = 30  # columns that are shown one by one; report.json has all
 
 
@@ -92,3 +99,35 @@ class Reading:
         shown = [self.columns[i].row() for i in sorted(order[:MOST])]
         left = len(self.columns) - len(shown)
         return [*shown, *([[f"and {counted(left, 'column')} like these", "", "", "", ""]] if left else [])]
+
+
+def near_names(values: Iterable[str]) -> list[str]:
+    """Say which values differ in nothing but case, spaces, Unicode's form or how a number is written, if any do."""
+    seen: dict[str | float, str] = {}
+    for value in values:
+        number = plain_number(value)
+        key = " ".join(unicodedata.normalize("NFKC", value).casefold().split()) if number is None else number
+        other = seen.setdefault(key, value)
+        if other != value:
+            show = ascii if len({unicodedata.normalize("NFC", each) for each in (other, value)}) == 1 else brief
+            return [f"{show(other)} and {show(value)} are two of them, write them alike if they are one"]
+    return []
+
+
+def warn_of_near_names(what: str, values: Iterable[str]) -> None:
+    """Warn of values that differ only as `near_names` says."""
+    for said in near_names(values):
+        warnings.warn(f"of the {what} {said}", stacklevel=2)
+
+
+def row_numbers(x: Tensor, first: int = 0) -> str:
+    """Say which features ``n x d``, counted from ``first`` on, have another whole number in each row, if any do."""
+    n = len(x)
+    if n < TELLING or x.ndim != 2:
+        return ""
+    possible = ((x % 1 == 0).all(0) & (x.amax(0) - x.amin(0) >= n - 1)).nonzero().flatten().tolist()
+    found = [place for place in possible if len(x[:, place].unique()) == n]
+    if not found:
+        return ""
+    shown = ", ".join(str(place + first) for place in found[:MOST])
+    return f"; {counted(len(found), 'feature')} with another whole number in each row, as of an id: {shown}"

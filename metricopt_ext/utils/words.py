@@ -1,6 +1,7 @@
 """Words for numbers, names and values in messages."""
 
 import difflib
+import re
 import reprlib
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +22,19 @@ def counted(count: int, noun: str) -> str:
     if noun.endswith("y"):
         return f"{count} {noun[:-1]}ies"
     return f"{count} {noun}es" if noun.endswith(("ch", "sh", "s", "x")) else f"{count} {noun}s"
+
+
+def override(key: str, name: str) -> str:
+    """Return the argument that sets a list of settings to one name, quoted for YAML and a shell where it needs that.
+
+    Examples:
+        >>> print(override("data.drop", "id"), override("data.drop", "Unnamed: 0"))
+        data.drop=[id] "data.drop=['Unnamed: 0']"
+    """
+    if re.fullmatch(r"[\w.-]+", name):
+        return f"{key}=[{name}]"
+    quoted = name.replace("'", "''")
+    return f"\"{key}=['{quoted}']\""
 
 
 def decimals(value: float, sign: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,10 +54,48 @@ def folders(tmp_path: Path) -> Callable[..., list[str]]:
     return write
 
 
-def test_a_file_in_two_parts_is_found_by_content(folders: Callable[..., list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_file_in_two_parts_is_found_by_content(
+    folders: Callable[..., list[str]], stream: str, tmp_path: Path
+) -> None:
+    settings = [*folders(train={"cat": 1, "dog": 2}, test={"cat": 1, "dog": 2}), f"data.stream={stream}"]
+    read = lambda: load_splits(config_of(*settings), 0)  # noqa: E731
+    (tmp_path / "test" / "dog" / "other.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
+    assert_warned(read, "1 of 13 files", "other.png", "0.png")
+    for file in (tmp_path / "test" / "cat").iterdir():
+        file.unlink()
+        file.symlink_to(tmp_path / "train" / "cat" / file.name)
+    assert_warned(read, "7 of 13 files")
+
+
+def test_a_picture_that_was_saved_in_another_form_is_found(folders: Callable[..., list[str]], tmp_path: Path) -> None:
     settings = folders(train={"cat": 1, "dog": 2}, test={"cat": 1, "dog": 2})
-    (tmp_path / "test" / "cat" / "other.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
-    assert_warned(lambda: load_splits(config_of(*settings), 0), "1", "other.png", "0.png")
+    for file in (tmp_path / "train").rglob("*.png"):
+        Image.open(file).save(tmp_path / "test" / file.parent.name / f"again-{file.stem}.bmp")
+    assert_warned(lambda: load_splits(config_of(*settings), 0), "12 of 24 files", "again-0.bmp")
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_pictures_that_are_there_twice_are_counted_before_they_are_divided(
+    folders: Callable[..., list[str]], stream: str, tmp_path: Path
+) -> None:
+    folders(all={"cat": 1, "dog": 2})
+    for file in (*(tmp_path / "all").rglob("*.png"),):
+        (file.parent / f"copy-{file.name}").write_bytes(file.read_bytes())
+    settings = ["data.name=image_folder", f"data.root={tmp_path / 'all'}", f"data.stream={stream}"]
+    assert_warned(lambda: load_splits(config_of(*settings), 0), "12 of 24", "copy-0.png")
+
+
+@pytest.mark.parametrize(
+    "names", [("Cat", "cat"), ("caf\u00e9", "cafe\u0301"), ("a b", "a  b"), ("01", "1"), ("1E2", "100")]
+)
+def test_classes_of_nearly_one_name_are_named(
+    folders: Callable[..., list[str]], names: tuple[str, str], tmp_path: Path
+) -> None:
+    classes = {name: i for i, name in enumerate((*names, "dog"))}
+    settings = folders(train=classes, val=classes, test=classes)
+    shown = [each if each.isascii() else ascii(each).strip("'") for each in names]
+    assert_warned(lambda: load_splits(config_of(*settings), 0), *shown)
 
 
 def test_a_root_of_parts_is_read_as_such(folders: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -74,13 +113,94 @@ def test_a_root_of_parts_is_read_as_such(folders: Callable[..., list[str]], tmp_
 # --- Tables ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_in_two_tables_are_counted(tmp_path: Path) -> None:
-    texts = {"train": "a,y\n1,no\n2,yes\n3,no\n4,yes\n", "val": "a,y\n9,no\n2,yes\n", "test": "a,y\n3,yes\n7,no\n"}
-    for name, text in texts.items():
-        (tmp_path / f"{name}.csv").write_text(text)
-    paths = (f"data.{name}={tmp_path / name}.csv" for name in texts)
-    settings = ["data.name=csv", "data.target=y", "model.name=tabular_mlp", *paths]
-    assert_warned(lambda: load_splits(config_of(*settings), 0), "1", "3", "val.csv")
+X = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+OTHERS, Y, ORDER = X + 1, np.arange(60) % 2, np.random.default_rng(1).permutation(60)
+Form = Callable[[Path, dict[str, Any]], list[str]]
+
+
+def as_csv(folder: Path, parts: dict[str, Any]) -> list[str]:
+    for name, (x, y) in parts.items():
+        rows = [
+            "a,b,c,y",
+            *(",".join(map(repr, [*map(float, row), int(label)])) for row, label in zip(x, y, strict=True)),
+        ]
+        (folder / f"{name}.csv").write_text("\n".join(rows))
+    return ["data.name=csv", "data.target=y", *(f"data.{name}={folder / name}.csv" for name in parts)]
+
+
+def as_libsvm(folder: Path, parts: dict[str, Any]) -> list[str]:
+    for name, (x, y) in parts.items():
+        rows = (
+            f"{label} " + " ".join(f"{i + 1}:{float(cell)!r}" for i, cell in enumerate(row))
+            for row, label in zip(x, y, strict=True)
+        )
+        (folder / name).write_text("\n".join(rows))
+    return ["data.name=libsvm", *(f"data.{name}={folder / name}" for name in parts)]
+
+
+def as_npz(folder: Path, parts: dict[str, Any]) -> list[str]:
+    for name, (x, y) in parts.items():
+        np.savez(folder / f"{name}.npz", x=x, y=y)
+    return ["data.name=arrays", *(f"data.{name}={folder / name}.npz" for name in parts)]
+
+
+def as_one_npz(folder: Path, parts: dict[str, Any]) -> list[str]:
+    named = {"root": ("x", "y"), **{name: (f"x_{name}", f"y_{name}") for name in ("train", "val", "test")}}
+    np.savez(
+        folder / "all.npz",
+        **{key: each for name, pair in parts.items() for key, each in zip(named[name], pair, strict=True)},
+    )
+    return ["data.name=arrays", f"data.root={folder / 'all.npz'}"]
+
+
+def as_pt(folder: Path, parts: dict[str, Any]) -> list[str]:
+    for name, (x, y) in parts.items():
+        torch.save({"x": torch.from_numpy(x), "y": torch.from_numpy(y)}, folder / f"{name}.pt")
+    return ["data.name=arrays", *(f"data.{name}={folder / name}.pt" for name in parts)]
+
+
+FORMS = pytest.mark.parametrize("form", [as_csv, as_libsvm, as_npz, as_one_npz, as_pt])
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("judged", "count"),
+    [
+        ((X, Y), "60 of 60"),
+        ((X[ORDER], Y[ORDER]), "60 of 60"),
+        ((X[ORDER], 1 - Y[ORDER]), "60 of 60"),
+        ((np.r_[X[:36], OTHERS[:24]], Y), "36 of 60"),
+        ((np.r_[OTHERS[:59], X[:1]], Y), "1 of 60"),
+    ],
+    ids=["itself", "shuffled", "other labels", "most", "one"],
+)
+def test_rows_of_another_part_are_counted(form: Form, judged: Any, count: str, tmp_path: Path) -> None:
+    settings = form(tmp_path, {"train": (X, Y), "val": judged, "test": (X + 2, Y)})
+    assert_warned(lambda: load_splits(config_of("model.name=tabular_mlp", *settings), 0), f"{count} rows", "validation")
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "parts", [{"root": (np.r_[X, X], np.r_[Y, Y])}, {"train": (np.r_[X, X], np.r_[Y, Y]), "test": (OTHERS, Y)}]
+)
+def test_copies_that_a_division_would_part_are_counted(form: Form, parts: dict[str, Any], tmp_path: Path) -> None:
+    settings = form(tmp_path, parts)
+    assert_warned(lambda: load_splits(config_of("model.name=tabular_mlp", *settings), 0), "60 of 120")
+
+
+@FORMS
+def test_copies_within_a_part_are_no_fault(form: Form, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    settings = form(tmp_path, {"train": (np.r_[X, X], np.r_[Y, Y]), "val": (OTHERS, Y), "test": (X + 2, Y)})
+    load_splits(config_of("model.name=tabular_mlp", *settings), 0)
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("form", [as_one_npz])
+def test_train_alone_becomes_three_parts(form: Form, tmp_path: Path) -> None:
+    splits = load_splits(config_of("model.name=tabular_mlp", *form(tmp_path, {"train": (X, Y)})), 0)
+    rows = [{tuple(row) for row in part.x.tolist()} for part in (splits.train, splits.validation, splits.test)]
+    assert [len(each) for each in rows] == [42, 6, 12]
+    assert len(set().union(*rows)) == 60
 
 
 # --- Images on disk --------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Examples in parts: their tensors, parts of one's own, and parts of a size."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.refusals import assert_refused, having
+from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.own_parts import (
     digests_of_rows,
@@ -93,8 +94,19 @@ def test_copies_are_counted_and_five_are_named() -> None:
     assert "and 2 more" in said
 
 
-def test_rows_are_told_apart_by_features_and_label() -> None:
-    x = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [-0.0, torch.nan], [0.0, torch.nan]])
-    digests = digests_of_rows(x, torch.tensor([0, 1, 0, 0, 0]), "abcde")
+def test_rows_are_told_apart_by_their_numbers() -> None:
+    digests = digests_of_rows(
+        torch.tensor([[1.0, 2.0], [1.0, 2.5], [1.0, 2.0], [-0.0, torch.nan], [0.0, torch.nan]]), "abcde"
+    )
     assert digests["a"] == digests["c"] != digests["b"]
     assert digests["d"] == digests["e"]
+
+
+def test_copies_in_a_part_that_is_divided_are_counted_from_a_tenth_on(recwarn: pytest.WarningsRecorder) -> None:
+    parts = {"train": {f"a{i}": str(i // 2 if i < 10 else i) for i in range(50)}}
+    warn_of_copies(parts, "row")
+    assert not list(recwarn)
+    assert_warned(lambda: warn_of_copies(parts, "row", divided="train"), "5 of 50 rows", "a1 is a0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_copies({"train": {**parts["train"], "a9": "another"}}, "row", divided="train")
