@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from metricopt_ext.classification.callable_metric import from_callable, scores_of
-from metricopt_ext.classification.label_metrics import label_metric, prepared_by
+from metricopt_ext.classification.callable_metric import from_callable, warn_of_scores
+from metricopt_ext.classification.label_metrics import label_metric
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
@@ -42,14 +42,14 @@ def check_besides(found: Mapping[str, MetricSpec], outputs: Tensor, labels: Tens
     for name, spec in found.items():
         try:
             spec.function(outputs, labels)
+            warn_of_scores(spec, outputs, labels)
         except (Exception, SystemExit) as error:
             raise ConfigError(f"metric.also or metric.subject_to: {name} fails: {why(error)}") from error
 
 
 def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple[str, ...] | None) -> MetricSpec:
     if function := own_function(name, config, key):
-        prepared = prepared_by(scores_of(function)) if kind == "multilabel" else None
-        return from_callable(function, maximize=True, bounds=NO_BOUNDS, name=name, prepared=prepared)
+        return from_callable(function, maximize=True, bounds=NO_BOUNDS, name=name, kind=kind)
     if kind == "multilabel":
         return label_metric(name, key)
     metric, label = of_class(name) or ("", "")

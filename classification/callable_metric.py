@@ -1,23 +1,37 @@
 """A metric of a classifier that is a third-party function: scikit-learn's, torchmetrics' or one's own."""
 
-import functools
 import inspect
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metricopt_ext.classification.metrics import MetricSpec, binary_logit, check, decide
+from metricopt_ext.classification.label_metrics import check_labels
+from metricopt_ext.classification.metrics import MetricSpec, binary_logit, check
+from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.own_metric import number_within
+from metricopt_ext.tasks.own_metric import FEW, number_within
+from metricopt_ext.utils.named import name_of, unbound
+from metricopt_ext.utils.words import words_in
 
-SCORES = re.compile(r"(^|_)(scores?|prob(a|as|s|abilit(y|ies))?)$", re.IGNORECASE)  # names of arguments
-SCORED = re.compile(r"roc|auc|aupr|brier|log_?loss|average_precision|cross_?entropy|calibration|nll", re.IGNORECASE)
+# Words of what is of scores, in a function's name and those of what it calls, and in its arguments' names.
+SCORED = re.compile(
+    r"\b((log|p)?auc(pr|roc)?|auroc|auprc?|roc|average precision|brier|calibration|cross ?entropy|n?dcg|ece|eer|gini"
+    r"|hinge|ks|lift|log ?loss|nll|predict proba|ranking|top( k|[0-9]+)"
+    r"|at (fixed|fpr|precision|recall|sensitivity|specificity))\b"
+)
+SCORES = re.compile(r"\b(confidences?|prob(a|as|s|ability|abilities)?|posteriors?|scores?)[0-9]*\b")
+LOGITS = re.compile(r"\b(decision|logits?|margins?)\b")
+TRUE = re.compile(r"\b(actual|expected|gt|labels?|targets?|true|truth|y)\b")
+PREDICTED = re.compile(r"\b(hat|outputs?|pred|preds|predicted|predictions?|yhat)\b")
 WEIGHTS = "sample_weight"  # what scikit-learn calls the weights of rows
 
 
@@ -29,13 +43,14 @@ def from_callable(
     name: str | None = None,
     scores: Literal["", "labels", "probabilities", "logits"] = "",
     columns: Sequence[str] = (),
-    prepared: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    kind: str = "classes",
 ) -> MetricSpec:
     """Make a metric from a third-party function.
 
     A torchmetrics function (or a ``functools.partial`` of one) or metric object is called as ``fn(preds, target)`` on
     tensors, and an object is reset around each call. Anything else is called like scikit-learn's metrics,
-    ``fn(y_true, y_pred)`` on numpy arrays. Columns come after these two; see `_with_columns`.
+    ``fn(y_true, y_pred)`` on numpy arrays; in the other order if its arguments are named so. Columns come after these
+    two; see `_with_columns`.
 
     Args:
         fn: The function. It must return one finite number within ``bounds``.
@@ -43,44 +58,34 @@ def from_callable(
         bounds: Smallest and largest value of the metric.
         name: Name of the metric; by default that of ``fn``.
         scores: What ``fn`` gets as predictions: the predicted classes (``n``), or the probabilities or logits
-            (``n x c``; for two classes, ``n`` for class 1). Empty for classes, but probabilities where its name or an
-            argument's says that it is of scores, as those of ``roc_auc_score(y_true, y_score)`` and ``log_loss`` do.
+            (``n x c``; for two classes, ``n`` for class 1). Empty for what its name, its arguments' or what it calls
+            says (`meaning_of`), and else for classes.
         columns: Names of further arrays of the same rows that ``fn`` gets, ``n`` each.
-        prepared: Returns what ``fn`` gets as predictions and labels for logits and labels, in place of those of
-            classes.
+        kind: What is predicted (`targets.KINDS`); of several labels predictions and labels are ``n x k``.
 
     Raises:
         ValueError: For unknown ``scores``, bounds out of order, or columns that ``fn`` has no arguments for.
         MetricError: From the metric, for a result that is not one number, not finite or out of bounds.
     """
-    scores = scores or scores_of(fn)
+    unsure, scores = not (scores or meaning_of(fn)), scores or meaning_of(fn) or "labels"
     if scores not in ("labels", "probabilities", "logits"):
         raise ValueError(f"scores must be 'labels', 'probabilities' or 'logits', got {scores!r}")
     low, high = (float(bound) for bound in bounds)
     if not low < high:
         raise ValueError(f"bounds must be (smallest, largest), got {bounds}")
-    inner: Any = fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    label = str(name or getattr(inner, "__name__", type(inner).__name__))
+    label = name or name_of(fn)
     torchmetrics = sys.modules.get("torchmetrics")  # a torchmetrics metric has imported it
     stateful = torchmetrics is not None and isinstance(fn, torchmetrics.Metric)
-    takes_tensors = stateful or (getattr(inner, "__module__", None) or "").partition(".")[0] == "torchmetrics"
-
-    def predictions(logits: Tensor, num_classes: int) -> Tensor:
-        if scores == "labels":
-            return decide(logits)
-        if num_classes == 2:
-            logit = binary_logit(logits)
-            return logit.sigmoid() if scores == "probabilities" else logit
-        return logits.double().softmax(1) if scores == "probabilities" else logits
+    takes_tensors = stateful or (getattr(unbound(fn), "__module__", None) or "").partition(".")[0] == "torchmetrics"
 
     call = _with_columns(fn, label, columns, takes_tensors)
+    first, second = [*map(words_in, _arguments(fn)), "", ""][:2]
+    turned = any(each.search(first) for each in (PREDICTED, SCORES, LOGITS)) and TRUE.search(second)
 
     def evaluate(predicted: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> Any:
         if not takes_tensors:
-            # copies, as it may work in place
-            return call(labels.numpy(force=True).copy(), predicted.numpy(force=True).copy(), *map(_copied, own))
+            both = (each.numpy(force=True).copy() for each in ((predicted, labels) if turned else (labels, predicted)))
+            return call(*both, *map(_copied, own))  # copies, as it may work in place
         given = [_as_tensor(each, name).to(labels.device) for each, name in zip(own, columns, strict=True)]
         if not stateful:
             return call(predicted, labels, *given)
@@ -91,29 +96,75 @@ def from_callable(
         metric.reset()
         return value
 
-    def function(logits: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> float:
-        if prepared is None:
-            logits, labels, num_classes = check(logits, labels)
-            predicted = predictions(logits, num_classes)
+    def function(scores: str, logits: Tensor, labels: Tensor, *own: npt.NDArray[Any]) -> float:
+        if kind == "multilabel":
+            logits, labels = check_labels(logits, labels)
         else:
-            predicted, labels = prepared(logits, labels)
-        return number_within(evaluate(predicted, labels, *own), (low, high), label)
+            logits, labels, num_classes = check(logits, labels)
+            logits = binary_logit(logits) if num_classes == 2 and scores != "labels" else logits
+        target = Target("multilabel" if logits.dim() == 1 else kind, 2)  # a single logit is one label's
+        if scores != "logits":
+            logits = target.decide(logits) if scores == "labels" else target.probabilities(logits)
+        return number_within(evaluate(logits, labels, *own), (low, high), label)
 
-    known = None if math.isinf(high - low) else (low, high)
-    return MetricSpec(label, maximize, known, function, f"{label} of the {scores}", tuple(columns))
+    return MetricSpec(
+        label,
+        maximize,
+        None if math.isinf(high - low) else (low, high),
+        partial(function, scores),
+        f"{label} of the {scores}",
+        tuple(columns),
+        of_scores=partial(function, "probabilities") if unsure else None,
+    )
 
 
-def scores_of(fn: Callable[..., Any]) -> Literal["labels", "probabilities"]:
-    """Return what a function is of, by its name or its arguments': decided labels, or scores."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+def meaning_of(fn: Callable[..., Any]) -> Literal["", "labels", "probabilities", "logits"]:
+    """Return what a function's predictions are by its name, its arguments' and what it calls; empty if these don't say.
+
+    Examples:
+        >>> meaning_of(lambda y_true, y_score: 0.0), meaning_of(lambda y_true, y_pred: 0.0)
+        ('probabilities', '')
+    """
+    fn = inspect.unwrap(unbound(fn))
+    called = fn if hasattr(fn, "__code__") or inspect.ismethod(fn) else type(fn).__call__
+    names = words_in(" ".join([name_of(fn), *getattr(getattr(called, "__code__", None), "co_names", ())]))
+    arguments = [*map(words_in, _arguments(fn))]
+    if any(map(LOGITS.search, arguments)) or "hinge" in names.split():
+        return "logits"
+    if any(map(SCORES.search, arguments)) or SCORED.search(names):
+        return "probabilities"
+    return "labels" if arguments[1:] in (["labels"], ["classes"]) else ""
+
+
+def _arguments(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's first two arguments."""
     try:
-        arguments = list(inspect.signature(fn).parameters)[:2]
+        return list(inspect.signature(fn).parameters)[:2]
     except (TypeError, ValueError):  # a builtin may have no signature
-        arguments = []
-    name = getattr(fn, "__name__", type(fn).__name__)
-    of_scores = SCORED.search(name) or any(map(SCORES.search, arguments))
-    return "probabilities" if of_scores else "labels"
+        return []
+
+
+def warn_of_scores(spec: MetricSpec, logits: Tensor, labels: Tensor, *columns: npt.NDArray[Any]) -> None:
+    """Warn of a function that gets classes, and has several values of probabilities by which the same are decided.
+
+    Args:
+        spec: The metric.
+        logits: Made-up outputs.
+        labels: The labels.
+        columns: What the metric is given besides.
+    """
+    some, rng, found = slice(None, None, len(labels) // FEW | 1), torch.Generator().manual_seed(0), set[float]()
+    for _ in range(2 if spec.of_scores else 0):
+        factor = 1 + torch.rand(len(logits), 1, generator=rng).to(logits)
+        with suppress(Exception), warnings.catch_warnings():  # of one that takes classes alone
+            warnings.simplefilter("ignore")
+            found.add(spec.of_scores((logits * factor)[some], labels[some], *(each[some] for each in columns)))
+    if len(found) > 1:
+        warnings.warn(
+            f"{spec.name} gets the predicted classes, but has another value of probabilities; set metric.scores to"
+            " labels or probabilities, or name its second argument labels or y_prob",
+            stacklevel=1,
+        )
 
 
 def _copied(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

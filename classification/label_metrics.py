@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.classification.metrics import MetricSpec, _average_precision
-from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError, DataError
 
 NAMES = "micro_f1, macro_f1, samples_f1 (or micro_f2, macro_f0.5, ...), map, subset_accuracy, hamming_loss"
@@ -56,32 +55,19 @@ def label_metric(name: str, key: str = "metric.name") -> MetricSpec:
     )
 
 
-def prepared_by(scores: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return what makes predictions for a function of one's own: decisions, probabilities or logits (`scores`)."""
-
-    def prepared(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits, labels = _checked(logits, labels)
-        target = Target("multilabel", logits.shape[1])
-        if scores in ("", "labels"):
-            return target.decide(logits), labels
-        return target.probabilities(logits) if scores == "probabilities" else logits, labels
-
-    return prepared
-
-
 def _spec(
     name: str, function: Callable[[Tensor, Tensor], float], description: str, *, maximize: bool = True
 ) -> MetricSpec:
     """A metric whose function gets double logits, and labels on their device, that fit together."""
 
     def checked(logits: Tensor, labels: Tensor) -> float:
-        logits, labels = _checked(logits, labels)
+        logits, labels = check_labels(logits, labels)
         return function(logits.double(), labels)
 
     return MetricSpec(name, maximize, (0.0, 1.0), checked, description)
 
 
-def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def check_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Both without gradients and on one device; what does not fit together is refused.
 
     Raises:

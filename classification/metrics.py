@@ -41,6 +41,8 @@ class MetricSpec:
         description: One line for help texts.
         columns: Names of the further arrays of the same rows that the function takes, in order; see `Split.columns`.
         arguments: What makes it this metric besides its name, such as its costs; JSON.
+        of_scores: The same function of probabilities in place of the predicted classes, where nothing tells which of
+            them it is meant to get; None where something does.
     """
 
     name: str
@@ -50,6 +52,7 @@ class MetricSpec:
     description: str
     columns: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    of_scores: MetricFunction | None = None
 
 
 def check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metricopt_ext.classification.besides import check_besides
-from metricopt_ext.classification.callable_metric import from_callable, scores_of
+from metricopt_ext.classification.callable_metric import from_callable, warn_of_scores
 from metricopt_ext.classification.config import MetricConfig
-from metricopt_ext.classification.label_metrics import label_metric, prepared_by
+from metricopt_ext.classification.label_metrics import label_metric
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
 from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.targets import Target
@@ -49,9 +49,7 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
             name=own.name,
             scores=getattr(config, "scores", ""),
             columns=getattr(config, "columns", ()),
-            prepared=prepared_by(getattr(config, "scores", "") or scores_of(own.function))
-            if kind == "multilabel"
-            else None,
+            kind=kind,
         )
         given = {name: getattr(config, name, None) for name in ("kwargs", "scores")}
         return replace(spec, arguments={"function": config.name, **given})
@@ -83,6 +81,7 @@ def try_metric(
     try:
         if ":" in config.name:
             try_on_few(lambda rows: value_of(metric, outputs, part, torch.tensor(rows)), len(part))
+            warn_of_scores(metric, outputs, part.y, *(part.columns[name] for name in metric.columns))
         else:
             value_of(metric, outputs, part)
     except (Exception, SystemExit) as error:

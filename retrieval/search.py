@@ -3,17 +3,16 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.evidence import LOOKED_AT, check_evidence, leaves, spaced
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.integrations.loops import FILM
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
@@ -22,6 +21,7 @@ from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptPasses
 from metricopt_ext.retrieval.task import memories
 from metricopt_ext.runtime.progress import progress_of
+from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -31,7 +31,6 @@ from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.words import counted
 
 CPU = torch.device("cpu")
-FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 # A tester's embeddings and labels by split.
 Embedded = dict[str, tuple[Tensor, Tensor]]
@@ -49,7 +48,7 @@ def search_with_trainer(
     queries: int,
     split: str = "val",
     metric: str = "precision_at_1",
-    maximize: bool = True,
+    maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     splits_to_eval: Evaluated | None = None,
     test_collate_fn: Any = None,
@@ -71,7 +70,7 @@ def search_with_trainer(
         split: The split that phi is tuned for; hold its classes out of training and test.
         metric: What to tune, one of those that the tester's ``AccuracyCalculator`` calculates. Of several label levels
             the mean counts.
-        maximize: Whether higher is better.
+        maximize: Whether higher is better; None where the metric's name says so.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         splits_to_eval: As for ``tester.test``, e.g. ``[("query", ["gallery"])]``; by default ``split`` is searched in
             itself.
@@ -83,7 +82,8 @@ def search_with_trainer(
 
     Raises:
         AdapterError: The adapter is on none of the trainer's models.
-        ConfigError: The tester does not calculate the metric, or one for each class; or there is no such split.
+        ConfigError: The tester does not calculate the metric, or one for each class, or nothing tells whether higher is
+            better; or there is no such split.
         DataError: The trainer's data can't be drawn in batches.
         Others: As from `optimize_metric`.
 
@@ -171,7 +171,7 @@ def trainer_task(
     *,
     split: str = "val",
     metric: str = "precision_at_1",
-    maximize: bool = True,
+    maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     splits_to_eval: Evaluated | None = None,
     test_collate_fn: Any = None,
@@ -207,7 +207,7 @@ def _task_and_classes(
     *,
     split: str,
     metric: str,
-    maximize: bool,
+    maximize: bool | None,
     bounds: tuple[float, float] | None,
     splits_to_eval: Evaluated | None,
     test_collate_fn: Any,
@@ -234,6 +234,7 @@ def _task_and_classes(
     known = tester.accuracy_calculator.get_curr_metrics()
     if metric not in known:
         raise ConfigError(f"metric={metric!r} is not calculated by the tester; its metrics are {', '.join(known)}")
+    higher = direction(metric, maximize)
     if getattr(tester.accuracy_calculator, "return_per_class", False):
         raise ConfigError(
             f"the tester's calculator returns {metric} of each class; one value is tuned: leave return_per_class out,"
@@ -300,7 +301,7 @@ def _task_and_classes(
         adapter,
         loss=loss,
         batches=batches,
-        metric=Metric(judged, maximize=maximize, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
+        metric=Metric(judged, maximize=higher, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
         population=1,  # a trainer's loss can be any code
     )
     return task, classes

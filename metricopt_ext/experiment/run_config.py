@@ -1,5 +1,6 @@
 """The settings of a whole run that the tools of all tasks share; each key is a field here and nowhere else."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
+from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
@@ -197,7 +199,15 @@ class RunConfig:
         metric = getattr(self, "metric", None)
         if not isinstance(metric, BesidesConfig):
             return
-        metric.check_besides(str(getattr(metric, "name", "")))
+        name = str(getattr(metric, "name", ""))
+        metric.check_besides(name)
+        told = not isinstance(metric, OwnMetricConfig) or metric.maximize is not None
+        if not told and known_direction(name.partition(":")[2]) is None:
+            warnings.warn(
+                f"metric.name={name} does not say which values are better, so higher ones are taken to be; set"
+                " metric.maximize to false if lower ones are, or to true",
+                stacklevel=1,
+            )
         learning = [] if self.method.name == "search" else [f"method.name={self.method.name}"]
         learning += [f"methods={self.methods}: {name}" for name in self.methods if name in VARIANTS]
         if metric.subject_to and learning:

@@ -31,7 +31,7 @@ from metricopt_ext.integrations.loops import (
 )
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.tasks.direction import direction
+from metricopt_ext.tasks.direction import direction, known_direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -79,7 +79,7 @@ def tune_trainer(
         queries: Passes over the evaluation data that may be spent.
         eval_dataset: The data to judge on; by default the trainer's own.
         maximize: Whether higher is better; by default the arguments' ``greater_is_better`` if they name this metric,
-            else as its name says, as ``f1`` and ``wer`` do.
+            unless its name says the opposite; else as its name says, as ``f1`` and ``wer`` do.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
         population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
@@ -152,9 +152,17 @@ def _named(trainer: Any, metric: str | None) -> str:
 
 def _maximize(trainer: Any, name: str) -> bool:
     best, greater = trainer.args.metric_for_best_model, trainer.args.greater_is_better
-    if best is not None and best.removeprefix(PREFIX) == name and greater is not None:
-        return bool(greater)
-    return direction(name, None)
+    if best is None or best.removeprefix(PREFIX) != name or greater is None:
+        return direction(name, None)
+    known, higher = known_direction(name), bool(greater)
+    if known != higher != name.endswith("loss"):  # as transformers sets it where it is not told
+        said = f"greater_is_better is {higher}, which transformers sets itself unless it is told"
+        if known is not None:
+            raise ConfigError(
+                f"{said}, and a name like {name!r} says the opposite; say maximize=True or maximize=False"
+            )
+        warnings.warn(f"{said}: {name!r} is tuned so; say maximize={not higher} if it is wrong", stacklevel=3)
+    return higher
 
 
 def _judged_on(trainer: Any, given: Any) -> Any:

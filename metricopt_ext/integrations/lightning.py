@@ -12,13 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
-from metricopt_ext.integrations.loops import in_step, judged_together, loader_batches, of_first, several
+from metricopt_ext.integrations.loops import FILM, in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
@@ -51,7 +50,7 @@ class SearchPhi(L.Callback):
         halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance.
         maximize: Whether higher is better; None where the name says so, as ``val_f1`` and ``val_loss`` do.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
-        attach: Attaches the adapter to the module; by default FiLM on every normalisation layer (`attach_film`). It is
+        attach: Attaches the adapter to the module; by default FiLM on every normalisation layer, with 32 numbers. It is
             called before training too, for a check, and that adapter is removed.
         merge: Whether phi is merged and the checkpoints are rewritten. If False, the search begins from the last
             weights, and the module keeps its adapter, with the phi that the guard kept.
@@ -83,7 +82,7 @@ class SearchPhi(L.Callback):
         halves: tuple[str, str] | None = None,
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = (0.0, 1.0),
-        attach: Callable[[nn.Module], Adapter] = attach_film,
+        attach: Callable[[nn.Module], Adapter] = FILM,
         merge: bool = True,
         **options: Any,
     ) -> None:
@@ -93,6 +92,7 @@ class SearchPhi(L.Callback):
             )
         self.monitor, self.halves, self.attach, self.merge = monitor, halves, attach, merge
         self.queries, self.maximize, self.bounds, self.options = queries, direction(monitor, maximize), bounds, options
+        self._named = maximize is None  # so that the name alone says which way is better
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)
         self._metric(lambda: None)
 
@@ -102,14 +102,22 @@ class SearchPhi(L.Callback):
         Raises:
             AdapterError, ValueError, BudgetError: As from ``attach`` and `optimize_metric`.
             FileFormatError, OSError: ``output_dir`` holds another run, or can't be written to.
-            ConfigError: The module optimizes by itself, so its training step returns no loss to follow; or there are
-                several processes and an ``output_dir``, which they can't share.
+            ConfigError: The module optimizes by itself, so its training step returns no loss to follow; or another
+                callback has the other mode of what is tuned; or there are several processes and an ``output_dir``,
+                which they can't share.
         """
         if not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__}.automatic_optimization is False; SearchPhi needs a training_step that returns"
                 " the loss and takes no steps"
             )
+        opposite = "min" if self.maximize else "max"
+        for each in trainer.callbacks if self._named else []:
+            if (getattr(each, "monitor", None), getattr(each, "mode", None)) == (self.monitor, opposite):
+                raise ConfigError(
+                    f"{type(each).__name__} has mode={opposite!r} of {self.monitor!r}, which by its name means the"
+                    " opposite; give it the other mode, or SearchPhi maximize=True or maximize=False"
+                )
         if several():
             in_step(self.options)
         adapter = self.attach(module)

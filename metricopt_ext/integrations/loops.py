@@ -24,6 +24,7 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode
+from metricopt_ext.utils.named import name_of
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
 
@@ -97,11 +98,10 @@ def tune_model(
         options = in_step(options)
     inner = unwrapped(model, searched=True)
     drawn, device = loader_batches(loader), next(inner.parameters()).device
-    named = getattr(metric, "__name__", "<lambda>")
+    name = name or name_of(metric)
+    higher = direction(name, maximize)
     before = KeptModules(inner)
     try:
-        name = name or ("metric" if named == "<lambda>" else named)
-        higher = direction(name, maximize)
         adapter = attach(inner)
         adapter.check_merge()
         judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name)

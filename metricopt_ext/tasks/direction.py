@@ -3,35 +3,38 @@
 import re
 
 from metricopt_ext.errors import ConfigError
-
-WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # val_AP50 has val and AP; meanIoU has mean, Io and U
+from metricopt_ext.utils.words import words_in
 
 HIGHER = re.compile(
-    "acc|accuracy|agreement|ami|ap|auc|auprc|auroc|aupr|average|bleu|correct|correlation|dice|f|fbeta|gain|gini|hits?"
-    "|jaccard|kappa|likelihood|map|matthews|mcc|meteor|mrr|ndcg|nmi|pearson|precision|psnr|purity|quality|recall"
-    "|reciprocal|reward|roc|rouge|scores?|sensitivity|similarity|spearman|specificity|ssim|top|wins?"
+    r"\b(acc|accuracy|agreement|ami|m?ap|auc(pr)?|auprc?|auroc|(sacre)?bleu|correct|correlation|dice|f(?=[0-9])|fbeta"
+    r"|gain|hits?|[a-z]*iou|jaccard|kappa|likelihood|match|matthews|mcc|meteor|mrr|ndcg|nmi|pearsonr?|precision|psnr"
+    r"|quality|[dr](?=2\b)|recall|reciprocal|reward|roc|rouge|sensitivity|similarity|spearmanr?|specificity|ssim"
+    r"|wins?)[0-9]*\b"
 )
 LOWER = re.compile(
-    "brier|calibration|cer|costs?|deviance|distances?|divergence|ece|eer|entropy|err|errors?|fid|fnr|fpr|hamming"
-    "|latency|logloss|loss|losses|mae|mape|mcr|misclassification|mse|nll|perplexity|pinball|ppl|regret|risk|rmse"
-    "|seconds|ter|time|wer"
+    r"\b(b?ce|bouldin|brier|cer|costs?|deviance|distances?|divergence|ece|eer|entropy|err|errors?|fid|fnr|fpr|kl|latency"
+    r"|logloss|loss|losses|mae|mcr|misclassification|nll|perplexity|pinball|ppl|regret|risk|r?ms(le|e)|s?mape|ter"
+    r"|wer)[0-9]*\b"
 )
-FLIPS = re.compile("neg|negative")  # scikit-learn's scorers of errors, the negative log-likelihood
-GOOD = re.compile(r"iou|(?<![a-z])[dr]2(?![a-z0-9])")  # anywhere in a name: mIoU, r2_score, d2_log_loss_score
+SCORE = re.compile(r"\b(scores?|top[0-9]+)\b")  # higher by convention, unless it is of what is lower-better
+TURNS = re.compile(  # what may turn the meaning of the word beside it
+    r"\b(change|decrease|delta|diff|difference|drop|free|gap|improvement|inverse|less|minus|neg|negative|no|non|not"
+    r"|ratio|reduction|without)\b|(^|[/ ])1 ?- ?[a-z]"
+)
 
 
 def known_direction(name: str) -> bool | None:
-    """Return whether higher is better by a metric's name; None where it does not say.
+    """Return whether higher is better by a metric's name; None where it does not say, or says both.
 
     Examples:
-        >>> known_direction("val_loss"), known_direction("neg_mean_squared_error"), known_direction("mine")
+        >>> known_direction("val_loss"), known_direction("mAP50"), known_direction("loss_free_acc")
         (False, True, None)
     """
-    words = [each.lower() for each in WORDS.findall(name)]
-    higher, lower, flips = (any(map(each.fullmatch, words)) for each in (HIGHER, LOWER, FLIPS))
-    if GOOD.search(name.lower()):
-        return True
-    return (not lower) != flips if higher or lower else None
+    text = words_in(name)
+    higher, lower = (bool(each.search(text)) for each in (HIGHER, LOWER))
+    if (higher and lower) or TURNS.search(f"{text} {name}".lower()):
+        return None
+    return False if lower else higher or bool(SCORE.search(text)) or None
 
 
 def direction(name: str, maximize: bool | None) -> bool:
@@ -43,6 +46,6 @@ def direction(name: str, maximize: bool | None) -> bool:
     known = known_direction(name) if maximize is None else maximize
     if known is None:
         raise ConfigError(
-            f"nothing tells whether a higher {name!r} is better; say so by maximize=True, or maximize=False of a loss"
+            f"nothing tells whether a higher {name!r} is better; say maximize=True, or maximize=False if lower is"
         )
     return known

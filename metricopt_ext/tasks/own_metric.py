@@ -21,7 +21,7 @@ class OwnMetricConfig:
     folder: str = ""  # where the module is, if it is not installed
     # the function's further arguments, e.g. {average: macro}; metric.kwargs.average=macro on the command line
     kwargs: dict[str, Any] = field(default_factory=dict)
-    maximize: bool | None = None  # whether higher is better; null is yes, but of what is lower-better by its name
+    maximize: bool | None = None  # whether higher is better; null is as its name says, and yes with a warning else
     bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])  # lowest and highest value
 
     def check(self) -> None:

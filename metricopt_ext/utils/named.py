@@ -38,3 +38,16 @@ def named(key: str, name: str, folder: str = "", kwargs: Mapping[str, Any] | Non
     except Exception as error:  # a module of the user's own may raise anything
         raise ConfigError(f"{key}={name}: {type(error).__name__}: {brief(error)}") from error
     return partial(found, **more) if more else found
+
+
+def unbound(function: Any) -> Any:
+    """Return what a partial function calls in the end; anything else as it is."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    """Return what a function is called: of a partial one's that of what it calls, of an object that of its class."""
+    function = unbound(function)
+    return str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "metric")

@@ -6,6 +6,7 @@ import reprlib
 import textwrap
 from collections.abc import Sequence
 
+WORDS = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+(?![a-z])[0-9]*")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
 
@@ -35,6 +36,16 @@ def override(key: str, name: str) -> str:
         return f"{key}=[{name}]"
     quoted = name.replace("'", "''")
     return f"\"{key}=['{quoted}']\""
+
+
+def words_in(name: str) -> str:
+    """Return the words that a name is made of, with the numbers at their ends, in lower case.
+
+    Examples:
+        >>> words_in("val/mAP50"), words_in("BinaryF1Score"), words_in("top_k_accuracy")
+        ('val m ap50', 'binary f1 score', 'top k accuracy')
+    """
+    return " ".join(WORDS.findall(name.replace("IoU", "iou"))).lower()
 
 
 def decimals(value: float, sign: str = "") -> str:

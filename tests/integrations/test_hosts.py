@@ -54,8 +54,9 @@ class TestLoop(HostTester):
             other.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
             return [other]
 
-        loader = DataLoader(DATA, batch_size=16, shuffle=True)
+        loader = DataLoader(TRAINED_ON, batch_size=16, shuffle=True)
         tune = partial(tune_model, model, loader, nn.CrossEntropyLoss(), metric, queries=self.queries, **QUIET)
+        tune = partial(tune, maximize=True)
         return Host(tune, lambda: model, lambda: score(X, Y), loaded, lambda each: each(X).detach())
 
 

@@ -136,6 +136,34 @@ def test_which_way_is_better(own: dict[str, Any], metric: str | None, tmp_path: 
     assert run.after < run.before
 
 
+@pytest.mark.parametrize(
+    ("best", "metric", "named"),
+    [
+        ({"metric_for_best_model": "wer"}, None, ("'wer'", "greater_is_better", "maximize=False")),
+        ({"metric_for_best_model": "eval_wer", "greater_is_better": True}, "wer", ("'wer'", "maximize=False")),
+        ({"metric_for_best_model": "accuracy_loss"}, "accuracy_loss", ("accuracy_loss", "False", "maximize=True")),
+        ({}, "rows", ("'rows'", "maximize=True")),
+    ],
+)
+def test_a_direction_that_the_host_guesses_is_no_telling(
+    best: dict[str, Any], metric: str | None, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Transformers itself sets ``greater_is_better`` to whether the name ends in no ``loss``."""
+
+    def both(prediction: Any) -> dict[str, float]:
+        value = risk(prediction)["wer"]
+        return {"wer": value, "accuracy_loss": value, "rows": 0.0}
+
+    host = trainer(tmp_path, compute_metrics=both, **best)
+    if metric == "accuracy_loss":  # its direction is neither said nor surely told, so it is followed with a warning
+        assert_warned(lambda: tuned(host, metric, queries=8), *named)
+        return
+    assert_refused(lambda: tuned(host, metric), ConfigError, *named)
+    if metric is None:
+        run = tuned(host, queries=8, maximize=False)
+        assert run.after <= run.before
+
+
 def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
     """A Seq2SeqTrainer's evaluate sets how long the texts are that it has the model write."""
     torch.manual_seed(0)
@@ -162,7 +190,8 @@ def test_a_query_is_what_evaluate_does(tmp_path: Path) -> None:
     asked: set[Any] = set()
     host.model.generate = noted
     history, held = list(host.state.log_history), set(vars(host))
-    run = tune_trainer(host, "first", queries=8, attach=lambda model: mo.attach_film(model, dim=1), callback=Callback())
+    options = {"attach": lambda model: mo.attach_film(model, dim=1), "callback": Callback()}
+    run = tune_trainer(host, "first", queries=8, maximize=True, **options)
     assert asked == {(5, 2)}
     assert host.state.log_history == history
     assert not {"log", "_gen_kwargs"} & (vars(host).keys() - held)

@@ -1,6 +1,5 @@
 """The search at the end of a fit under PyTorch Lightning: what it judges, where it begins, what it says before."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -239,13 +238,37 @@ def test_training_data_beside_what_counts_are_let_pass() -> None:
     assert sum(callback.run.queries.values()) == 14
 
 
-@pytest.mark.parametrize("monitor", ["val_loss", "val/WER"])
-def test_a_loss_that_would_be_maximised_is_warned_of(monitor: str) -> None:
-    assert_warned(lambda: search(monitor=monitor), monitor, "maximize=False")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        search(monitor=monitor, maximize=False)
-        search(monitor="val_power")
+# Names that say which way is better, and those that don't, or say both.
+HIGHER = "val_f1 valid/mAP50 Acc@1 val_acc_epoch meanIoU BinaryF1Score recall@1 ndcg@10 bbox/AP50 r2_score top5 score"
+LOWER = (
+    "val_loss validation/loss valLoss eval_wer CER val_rmse MAE perplexity ppl error_rate top1_err fpr95 EER ECE fid kl"
+    " brier_score log_loss MSELoss total_cost regret latency fid_score loss/dataloader_idx_1"
+)
+NEITHER = (
+    "my_metric val_power false_positive_rate terror lossless error-free loss_free_acc accuracy_loss acc_drop giou_loss"
+    " recall_negative neg_loss loss_reduction d_prime mean_rank 1-AUC f"
+)
+
+
+def test_which_way_is_better_is_told_or_said_by_the_name_or_asked_for() -> None:
+    for names, expected in ((HIGHER, True), (LOWER, False)):
+        assert {name: search(monitor=name).maximize for name in names.split()} == dict.fromkeys(names.split(), expected)
+    for name in NEITHER.split():
+        assert_refused(lambda name=name: search(monitor=name), ConfigError, repr(name), "maximize=True")  # type: ignore[misc]
+        assert not search(monitor=name, maximize=False).maximize
+    assert search(monitor="val_loss", maximize=True).maximize
+
+
+@pytest.mark.parametrize("kept", [ModelCheckpoint(monitor="score", mode="min"), EarlyStopping("score")])
+def test_a_callback_that_takes_the_other_way_for_better_is_named(kept: Any, tmp_path: Path) -> None:
+    module, options = Module(), {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    host = trainer(callbacks=[search(), kept], **options)
+    names = (type(kept).__name__, "'score'", "mode='min'", "maximize=False")
+    assert_refused(lambda: host.fit(module, BATCHES, JUDGED), ConfigError, *names)
+    assert (module.trained, set(module.state_dict())) == (0, set(Module().state_dict()))
+    host = trainer(callbacks=[told := search(maximize=False), kept], **options)
+    host.fit(module, BATCHES, JUDGED)
+    assert told.run.after <= told.run.before
 
 
 # --- What is on file --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import metricopt_ext as mo
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext.errors import DataError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.integrations.loops import tune_model
 from metricopt_ext.runtime.progress import Callback
 
@@ -110,7 +111,7 @@ def test_a_loss_of_other_things_is_refused_before_the_first_query(
     asked: list[int] = []
     model = network()
     assert_refused(
-        lambda: tune_model(model, loader, criterion, lambda: asked.append(1), queries=20, callback=Callback()),
+        lambda: tune_model(model, loader, criterion, lambda: asked.append(1), queries=20, maximize=True),
         TypeError,
         *names,
     )
@@ -127,6 +128,44 @@ def test_an_error_within_a_loss_stays_as_it_is() -> None:
         TypeError,
         "no such label",
     )
+
+
+def val_loss(model: nn.Module) -> float:
+    return 1 - likelihood(model)[0]
+
+
+class ErrorRate:
+    def __call__(self, model: nn.Module) -> float:
+        return val_loss(model)
+
+
+def judged_so(model: nn.Module, scale: float = 1.0) -> float:
+    return scale * val_loss(model)
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (val_loss, {}),
+        (partial(val_loss), {}),
+        (ErrorRate(), {}),
+        (lambda model: val_loss(model), {"name": "CER"}),
+        (judged_so, {"maximize": False}),
+    ],
+    ids=["function", "partial", "object", "name", "told"],
+)
+def test_what_is_better_if_lower_is_minimised(metric: Any, told: dict[str, Any]) -> None:
+    model = network()
+    run = tuned(model, metric, **told)
+    assert run.after < run.before
+    assert run.after == pytest.approx(val_loss(model.eval()))
+
+
+@pytest.mark.parametrize("metric", [judged_so, partial(judged_so, scale=0.5), lambda model: val_loss(model)], ids=repr)
+def test_which_way_is_better_is_asked_for_where_nothing_tells(metric: Any) -> None:
+    model = network()
+    assert_refused(lambda: tuned(model, metric), ConfigError, "maximize=True", "maximize=False")
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 class Stream(IterableDataset[Any]):

@@ -78,3 +78,13 @@ def test_a_class_stands_in_brackets_and_is_found_in_any_case_unless_that_is_two(
     assert class_number("CAT", ("dog", "cat"), "key") == class_number("Cat", ("cat", "Cat"), "key") == 1
     for label in ("CAT", "cow"):
         assert_refused(lambda name=label: class_number(name, ("cat", "Cat"), "key"), ConfigError, "key", label)
+
+
+@pytest.mark.parametrize(("name", "higher"), [("roc_auc_score", True), ("log_loss", False), ("max_error", False)])
+def test_which_way_is_better_is_as_a_function_s_name_says(name: str, higher: bool) -> None:
+    found = own_metric(f"sklearn.metrics:{name}", OwnMetricConfig())
+    assert found is not None
+    assert found.maximize is higher
+    told = own_metric(f"sklearn.metrics:{name}", OwnMetricConfig(maximize=not higher))
+    assert told is not None
+    assert told.maximize is not higher
