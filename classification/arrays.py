@@ -71,13 +71,14 @@ def labelled(path: Path | str, x: Tensor, y: npt.NDArray[Any]) -> Labelled | Tab
     if labels.ndim != 1 or len(labels) != len(x) or len(x) == 0:
         raise DataError(f"{path} must have one label for each of its {counted(len(x), 'input')}, got shape {y.shape}")
     names, numbers = _classes(path, labels)
+    rows = [f"row {i} of {path}" for i in range(len(x))]
     if x.dim() == 2:
         if x.is_complex() or (x.is_floating_point() and bool(x.isinf().any())):
             raise DataError(f"{path} must have finite real numbers, got {x.dtype}")
         kept = x if x.dtype == torch.float32 else x.double()
         found = f"arrays of {path}, {counted(len(x), 'row')} of {counted(x.shape[1], 'feature')}{row_numbers(x)}"
-        return Table(kept, numbers, names, Reading(found), (tuple(map(str, range(len(x)))),))
-    return Labelled(images(path, x), numbers, names)
+        return Table(kept, numbers, names, Reading(found), names=rows)
+    return Labelled(images(path, x), numbers, names, names=rows)
 
 
 def _classes(path: Path | str, labels: npt.NDArray[Any]) -> tuple[tuple[str, ...], Tensor]:

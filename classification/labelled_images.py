@@ -115,7 +115,7 @@ def load_labelled(
         x = as_inputs(stream_images(folder, found.images, read, size))
     else:
         x = read_images(folder, found.images, read, size)
-    return Labelled(x, found.targets(names), tuple(names), tuple(str(folder / name) for name in found.images))
+    return Labelled(x, found.targets(names), tuple(names), names=[str(folder / name) for name in found.images])
 
 
 def warn_of_unlabelled(parts: Sequence[Labels]) -> None:

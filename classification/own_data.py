@@ -31,11 +31,9 @@ from metricopt_ext.classification.tables import read_csv
 from metricopt_ext.data.images import ImageSize, load_image_folder
 from metricopt_ext.data.labelled import Labelled, Split, Table, Unscaled
 from metricopt_ext.data.own_parts import (
-    digests_of,
     folders_of_parts,
     renumbered,
     same_classes,
-    warn_of_copies,
 )
 from metricopt_ext.data.reading import Reading, row_numbers
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
@@ -96,8 +94,10 @@ def image_parts(
     """
     loaded = {name: load_image_folder(path, size, stream=stream) for name, path in paths.items()}
     classes = same_classes({name: part.class_names for name, part in loaded.items()})
-    _warn_of_copies({name: (part.x, part.files) for name, part in loaded.items()}, "file")
-    parts = {name: Split(part.x, renumbered(part.y, part.class_names, classes)) for name, part in loaded.items()}
+    parts = {
+        name: Split(part.x, renumbered(part.y, part.class_names, classes), names=part.names)
+        for name, part in loaded.items()
+    }
     said = ", ".join(f"{name}: {counted(len(part), 'image')} in {paths[name]}" for name, part in parts.items())
     return parts, classes, Reading(f"folders of images for each part ({said})")
 
@@ -114,7 +114,6 @@ def labelled_image_parts(
     check_same_columns(read)
     labels = same_classes({name: each.labels for name, each in read.items()})
     loaded = {name: load_labelled(each, labels, size, stream=data.stream) for name, each in read.items()}
-    _warn_of_copies({name: (part.x, part.files) for name, part in loaded.items()}, "file")
     warn_of_unlabelled([*read.values()])
     return {**loaded}, labels, reading_of(read, labels)
 
@@ -197,11 +196,9 @@ def _arrays_together(
     parts: dict[str, Split] = {}
     for name, part in loaded.items():
         kind = Unscaled if isinstance(part, Table) else Split
-        parts[name] = kind(part.x, part.y if part.y.ndim == 2 else renumbered(part.y, part.class_names, classes))
+        y = part.y if part.y.ndim == 2 else renumbered(part.y, part.class_names, classes)
+        parts[name] = kind(part.x, y, names=part.names)
     _check_one_white({name: part.x for name, part in parts.items()}, where)
-    _warn_of_copies(
-        {name: (part.x, [f"row {i} of {where[name]}" for i in range(len(part))]) for name, part in parts.items()}
-    )
     said = ", ".join(f"{name}: {counted(len(part), 'row')} of {where[name]}" for name, part in parts.items())
     x = parts["train"].x
     return parts, classes, Reading(f"arrays, {tuple(x.shape[1:])} each ({said}){row_numbers(x)}")
@@ -240,13 +237,11 @@ def table_parts(
         The parts, the classes' names, and what was read.
     """
     whole = read_table(data, list(map(str, paths.values())), columns)
-    divided = torch.arange(len(whole)).split([len(rows) for rows in whole.rows])
+    divided = torch.arange(len(whole)).split(whole.sizes)
     parts = {name: whole.take(rows) for name, rows in zip(paths, divided, strict=True)}
     names = whole.class_names
     if whole.y.ndim == 1:  # each label is a class
         same_classes({name: tuple(names[label] for label in part.y.unique().tolist()) for name, part in parts.items()})
-    rows = dict(zip(paths, whole.rows, strict=True))
-    _warn_of_copies({name: (part.x, [f"row {row}" for row in rows[name]]) for name, part in parts.items()})
     said = ", ".join(f"{name}: {counted(len(part), 'row')}" for name, part in parts.items())
     return {**parts}, names, replace(whole.reading, found=f"{whole.reading.found} ({said})")
 
@@ -264,12 +259,6 @@ def read_table(data: DataConfig, paths: Sequence[str], columns: Sequence[str] = 
         targets=data.targets,
         missing=bool(data.missing),
     )
-
-
-def _warn_of_copies(parts: Mapping[str, tuple[Tensor, Sequence[str]]], what: str = "row") -> None:
-    """Warn of examples in two parts, or often in one of which another is held out."""
-    held = "train" if "validation" not in parts else "" if "test" in parts else "validation"
-    warn_of_copies(digests_of(parts), what, divided=held)
 
 
 def streams(data: DataConfig) -> bool:

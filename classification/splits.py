@@ -17,7 +17,6 @@ from metricopt_ext.classification.data import (
     load_cifar10,
     load_sklearn,
     single_precision,
-    split,
     standardise,
     with_positive,
 )
@@ -35,7 +34,7 @@ from metricopt_ext.classification.shift import long_tail, shift_class_ratio
 from metricopt_ext.data.images import load_image_folder
 from metricopt_ext.data.labelled import Labelled, Table, Unscaled
 from metricopt_ext.data.named_model import preprocessing_of
-from metricopt_ext.data.own_parts import digests_of, warn_of_copies
+from metricopt_ext.data.own_parts import warn_of_copies
 from metricopt_ext.data.reading import warn_of_near_names
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import changed
@@ -62,6 +61,7 @@ def load_splits(config: ClassificationConfig, seed: int) -> Splits:
     """
     with config_section("data"):
         splits = _divided(config, seed)
+    warn_of_copies(splits)
     warn_of_near_names("classes", splits.class_names)
     _check_columns(splits, config)
     if config.data.positive:
@@ -132,25 +132,20 @@ def _divided(config: ClassificationConfig, seed: int) -> Splits:
         )
     if data.name == "cifar10":
         train, test = load_cifar10(data.root)
-        both = {"train": (train.x, train.named), "test": (test.x, test.named)}
-        warn_of_copies(digests_of(both), "image", divided="train")
         rest, validation = hold_out(train, data.validation_size, seed)
         return Splits(rest, validation, test, train.class_names)
     if isinstance(data, LabelledImagesConfig):
         images, reading = labelled_images(data, size)
-        warn_of_copies(digests_of({"all": (images.x, images.named)}), "image", divided="all")
-        parts = split(images.x, images.y, data.fractions, seed, class_names=images.class_names)
-        return replace(parts, reading=reading)
+        return replace(divided(images, images.class_names, data.fractions, seed), reading=reading)
     if weights is None:
         whole = LOADERS[data.name](data, config.metric_columns)
     else:
         whole = load_image_folder(data.root, cropped(weights), stream=streams(data))
-    warn_of_copies(digests_of({"all": (whole.x, whole.named)}), "example", divided="all")
     if isinstance(whole, Table):
-        rows = Unscaled(whole.x, whole.y, columns=whole.columns)
+        rows = Unscaled(whole.x, whole.y, columns=whole.columns, names=whole.names)
         parts = divided(rows, whole.class_names, data.fractions, seed)
         return replace(parts, reading=whole.reading)
-    return split(whole.x, whole.y, data.fractions, seed, class_names=whole.class_names)
+    return divided(whole, whole.class_names, data.fractions, seed)
 
 
 def _shifted(splits: Splits, config: ClassificationConfig, seed: int) -> Splits:

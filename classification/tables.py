@@ -113,10 +113,10 @@ def read_csv(
     kind: Any = np.float32 if exact else np.float64
     x = np.concatenate(features, axis=1, dtype=kind)
     found = f"{found}, {counted(len(lines), 'row')}"
-    rows_by_file = tuple(tuple(map(str, part)) for part in _divided(lines, sizes))
     names = tuple(names_of_classes if len(targets) == 1 else targets)
     reading = Reading(found, said)
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, reading, rows_by_file, columns=kept)
+    rows = [f"row {line}" for line in lines]
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, reading, tuple(sizes), columns=kept, names=rows)
 
 
 def _joined(
@@ -155,12 +155,6 @@ def _one_file(path: StrPath, target: str) -> tuple[Any, ...]:
         return (*rows, "Parquet")
     lines, delimiter = rows_of_cells(path, content_of(existing(path)), "", target)
     return (*lines, f"cells parted by {delimiter!r}")
-
-
-def _divided(rows: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
-    """So many rows for each size, one after the other."""
-    ends = np.cumsum(sizes)
-    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _check_header(path: StrPath, header: list[str], target: str, named: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.own_parts import digests_of_files, renumbered, same_classes, warn_of_copies
+from metricopt_ext.data.own_parts import digests_of_files, renumbered, same_classes, warn_of_shared
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.detection.coco import category_ids_of
 from metricopt_ext.detection.config import DATA, SPLITS, DetectionConfig, FilesConfig, VOCConfig
@@ -70,7 +70,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
     if not any(_learned_from(image).any() for image in drawn[0].images):
         raise DataError(f"none of the {len(drawn[0])} images for train has a box with area in its image")
     if config.data.name != "scenes":
-        warn_of_copies(
+        warn_of_shared(
             digests_of_files({name: files_of(part) for name, part in zip(PARTS, drawn, strict=True)}), "image"
         )
     size, stream = config.data.size or None, config.data.stream

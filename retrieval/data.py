@@ -108,7 +108,7 @@ def hold_out_classes(train: Labelled, test: Labelled, share: float, seed: int = 
     n = len(train.class_names)
     order = torch.randperm(n, generator=generator(seed, "classes"))
     rest, held = (_of_classes(train, classes) for classes in order.tensor_split([n - round(share * n)]))
-    later = Split(test.x, test.y + n)
+    later = Split(test.x, test.y + n, names=test.names)
     return disjoint(Splits(rest, held, later, train.class_names + test.class_names))
 
 
@@ -155,7 +155,7 @@ def load_omniglot(root: StrPath, image_size: int | None = 28) -> Labelled:
         DataError: For a missing path, another layout or an unreadable image.
     """
     data = load_image_folder(root, image_size, depth=2, mode="L")
-    return Labelled(255 - data.x, data.y, data.class_names)
+    return Labelled(255 - data.x, data.y, data.class_names, names=data.names)
 
 
 def load_stanford_online_products(root: StrPath, image_size: int = 224) -> tuple[Labelled, Labelled]:
@@ -214,4 +214,4 @@ def _listed(root: Path, name: str) -> list[tuple[int, int, str]]:
 def _listed_images(root: Path, rows: list[tuple[int, int, str]], image_size: int) -> Labelled:
     classes, y = torch.tensor([label for _, label, _ in rows]).unique(return_inverse=True)
     x = read_images(root, [path for _, _, path in rows], reader(root), image_size)
-    return Labelled(x, y, tuple(map(str, classes.tolist())))
+    return Labelled(x, y, tuple(map(str, classes.tolist())), names=[path for *_, path in rows])

@@ -46,8 +46,8 @@ def joined(parts: Mapping[str, Labelled]) -> Labelled:
     if len({*shapes.values()}) > 1:
         raise DataError(f"images must all have one size, got {brief(shapes)}; set data.image_size")
     y = [torch.tensor([places[name] for name in part.class_names])[part.y] for part in parts.values()]
-    files = tuple(file for part in parts.values() for file in part.files)
-    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names), files)
+    called = [name for part in parts.values() for name in part.names]
+    return Labelled(stacked([part.x for part in parts.values()]), torch.cat(y), tuple(names), names=called)
 
 
 def load_class_folders(root: Path, size: ImageSize | None, stream: bool = False) -> tuple[Labelled, str]:

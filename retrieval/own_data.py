@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.labelled import Labelled, Split
-from metricopt_ext.data.own_parts import FOLDERS, digests_of, folders_of_parts, warn_of_copies
+from metricopt_ext.data.own_parts import FOLDERS, folders_of_parts
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.data.splits import PARTS, Splits
-from metricopt_ext.data.streamed import taken
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.retrieval.config import DataConfig, OwnDataConfig
 from metricopt_ext.retrieval.data import Searched, disjoint, hold_out_classes, split_classes
@@ -134,7 +133,6 @@ def completed(read: Mapping[str, Mapping[str, Labelled]], data: DataConfig, seed
     """
     pooled = {name: joined(part) for name, part in read.items()}
     _check_classes(pooled)
-    warn_of_copies(digests_of({name: (part.x, part.named) for name, part in pooled.items()}), "image")
     said, queries = found, None
     if TEST in read and len(read[TEST]) > 1:
         first, second = (len(part) for part in read[TEST].values())
@@ -160,8 +158,9 @@ def _joined(train: Labelled, validation: Labelled, test: Labelled) -> Splits:
     first = len(train.class_names)
     second = first + len(validation.class_names)
     names = train.class_names + validation.class_names + test.class_names
-    later = Split(validation.x, validation.y + first), Split(test.x, test.y + second)
-    return disjoint(Splits(Split(train.x, train.y), *later, names))
+    given, starts = (train, validation, test), (0, first, second)
+    parts = [Split(part.x, part.y + start, names=part.names) for part, start in zip(given, starts, strict=True)]
+    return disjoint(Splits(*parts, names))
 
 
 def _divided(train: Labelled, other: Labelled, seed: int) -> Splits:
@@ -177,8 +176,8 @@ def _of_classes(part: Labelled, classes: Tensor) -> Labelled:
     rows = torch.isin(part.y, classes).nonzero().flatten()
     places = torch.full((len(part.class_names),), -1)
     places[classes] = torch.arange(len(classes))
-    names = tuple(part.class_names[label] for label in classes.tolist())
-    return Labelled(taken(part.x, rows), places[part.y[rows]], names)
+    names, own = tuple(part.class_names[label] for label in classes.tolist()), part.take(rows)
+    return Labelled(own.x, places[own.y], names, names=own.names)
 
 
 def _part(path: Path, data: DataConfig) -> dict[str, Labelled]:

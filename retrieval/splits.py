@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from metricopt_ext.data.own_parts import warn_of_copies
 from metricopt_ext.data.reading import Reading, warn_of_near_names
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError
@@ -30,6 +31,7 @@ def load_splits(config: RetrievalConfig, seed: int) -> Splits:
     """
     with config_section("data"):
         splits = _divided(config.data, seed)
+    warn_of_copies(splits)
     warn_of_near_names("classes", splits.class_names)
     with config_section("shift"):
         if config.shift.kind == "none":

@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils import comm
 
-from metricopt_ext.data.own_parts import digests_of_files, same_classes, warn_of_copies
+from metricopt_ext.data.own_parts import digests_of_files, same_classes, warn_of_shared
 from metricopt_ext.detection.coco import CocoSet, read_coco
 from metricopt_ext.detection.data import files_of, with_classes
 from metricopt_ext.detection.detectron2.coco_shapes import read_shapes
@@ -116,7 +116,7 @@ def register_parts(cfg: CfgNode) -> tuple[str, ...]:
     if "train" in read:
         classes = same_classes({name: part.classes for name, part in read.items()})
         read = {name: with_classes(part, classes) for name, part in read.items()}
-    warn_of_copies(digests_of_files({name: files_of(part) for name, part in read.items()}), "image")
+    warn_of_shared(digests_of_files({name: files_of(part) for name, part in read.items()}), "image")
     for name, data in zip(given, read.values(), strict=True):
         register(f"own_{name}", data, shapes.get(KEPT_NAMES[name]))
         MetadataCatalog.get(f"own_{name}").set(boxes_told=True)  # by the reader

@@ -80,7 +80,7 @@ def load_image_folder(
         x = as_inputs(stream_images(path, chosen, reader(path), image_size, mode))
     else:
         x = read_images(path, chosen, reader(path), image_size, mode)
-    return Labelled(x, y, class_names, tuple(str(path / name) for name in chosen))
+    return Labelled(x, y, class_names, names=[str(path / name) for name in chosen])
 
 
 def read_images(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Split:
         y: Labels, ``n`` int64; of several labels each (multi-label) ``n x k`` int64, 0 or 1.
         columns: What else is known of each row, such as its weight or its region, by name: arrays of ``n``. A metric
             may be given them; a model never is.
+        names: What each example is called in messages, such as its file; empty if it is of none.
 
     Raises:
         DataError: For other types, unequal lengths, or inputs that are not finite.
@@ -30,6 +32,7 @@ class Split:
     x: Tensor
     y: Tensor
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, kw_only=True)
+    names: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         """Check types and lengths."""
@@ -64,11 +67,12 @@ class Split:
 
     def take(self, rows: Tensor) -> "Split":
         """The examples at these positions, or where these booleans are true."""
-        return Split(taken(self.x, rows), self.y[rows], columns=self._columns_at(rows))
+        return Split(taken(self.x, rows), self.y[rows], **self._known_at(rows))
 
-    def _columns_at(self, rows: Tensor) -> dict[str, npt.NDArray[Any]]:
+    def _known_at(self, rows: Tensor) -> dict[str, Any]:
         places = rows.numpy(force=True)
-        return {name: column[places] for name, column in self.columns.items()}
+        names = np.array(self.names, dtype=object)[places].tolist() if self.names else ()
+        return {"columns": {name: column[places] for name, column in self.columns.items()}, "names": names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +83,9 @@ class Labelled(Split):
         x: Inputs, ``n x ...``.
         y: Labels, ``n`` int64 in 0..c-1.
         class_names: The ``c`` names.
-        files: The path of each example; none if it is of no file.
     """
 
     class_names: tuple[str, ...]
-    files: tuple[str, ...] = ()
-
-    @property
-    def named(self) -> Sequence[str]:
-        """What each example is called."""
-        return self.files or [f"example {i}" for i in range(len(self))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +105,7 @@ class Unscaled(Split):
 
     def take(self, rows: Tensor) -> "Unscaled":
         """The rows at these positions, or where these booleans are true."""
-        return Unscaled(self.x[rows], self.y[rows], columns=self._columns_at(rows))
+        return Unscaled(self.x[rows], self.y[rows], **self._known_at(rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +117,9 @@ class Table(Unscaled):
         y: Labels, ``n`` int64 in 0..c-1.
         class_names: The ``c`` names.
         reading: How it was read.
-        rows: What each row is called, file by file; none if that is not known.
+        sizes: How many rows are of each file.
     """
 
     class_names: tuple[str, ...]
     reading: Reading
-    rows: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def named(self) -> Sequence[str]:
-        """What each row is called."""
-        return [f"row {row}" for rows in self.rows for row in rows] or [f"row {i}" for i in range(len(self))]
+    sizes: tuple[int, ...] = ()

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metricopt_ext.data.splits import PARTS
+from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.utils.words import brief, counted
@@ -24,7 +25,6 @@ FOLDERS = {
 }
 ROWS = 1024  # of a table that are looked at together
 NAMED = 5  # files in two parts that a warning names
-OFTEN = 0.1  # of a part that is divided: such a share of copies is no chance
 
 
 def given_parts(paths: Mapping[str, str], root: str = "") -> dict[str, str]:
@@ -124,47 +124,40 @@ def renumbered(y: Tensor, own: Sequence[str], classes: Sequence[str]) -> Tensor:
     return torch.tensor([places[name] for name in own], dtype=torch.int64)[y]
 
 
-def warn_of_copies(parts: Mapping[str, Mapping[str, str]], what: str = "file", divided: str = "") -> None:
-    """Warn once of what is in two parts, by content, or often in one that is divided: how many, and the first five.
+def warn_of_copies(splits: Splits) -> None:
+    """Warn once of examples in two parts, by what they hold, labels aside; see `warn_of_shared`."""
+    parts: dict[str, Split] = {name: getattr(splits, name) for name in PARTS}
+    if is_streamed(splits.train.x):
+        found = digests_of_files({name: map(Path, part.names) for name, part in parts.items()})
+    else:
+        named = {name: part.names or [f"example {i}" for i in range(len(part))] for name, part in parts.items()}
+        found = {name: digests_of_rows(part.x, named[name]) for name, part in parts.items()}
+    warn_of_shared(found, "row" if splits.train.x.ndim == 2 else "image")
+
+
+def warn_of_shared(parts: Mapping[str, Mapping[str, str]], what: str) -> None:
+    """Warn once of what is in two parts, by content: how many of each part, and the first five.
 
     Args:
         parts: Of each part the digest of each file, or row, by its name.
         what: What the names are of.
-        divided: The part of which others are held out.
     """
     where: dict[str, tuple[str, str]] = {}  # the part and the name where a content was met first
-    copies, counts, inside = list[str](), Counter[str](), list[str]()
+    copies, counts = list[str](), Counter[str]()
     for part, digests in parts.items():
         for name, digest in digests.items():
             first, its_name = where.setdefault(digest, (part, name))
             if first != part:
                 counts[part] += 1
                 copies.append(f"{name} of {part} is {its_name} of {first}")
-            elif its_name != name and part == divided:
-                inside.append(f"{name} is {its_name}")
-    total = {part: counted(len(digests), what) for part, digests in parts.items()}
-    said = [f"{count} of {total[part]} of {part} are in another part" for part, count in counts.items()]
-    if inside and len(inside) >= OFTEN * len(parts[divided]):
-        said.append(f"{len(inside)} of {total[divided]} to divide into parts are copies of others")
-        copies += inside
-    if said:
+    if copies:
+        said = " and ".join(f"{count} of {counted(len(parts[part]), what)} of {part}" for part, count in counts.items())
         more = f"; and {len(copies) - NAMED} more" if len(copies) > NAMED else ""
         warnings.warn(
-            f"{' and '.join(said)}, by content: {'; '.join(copies[:NAMED])}{more}. What the model has seen is judged"
-            " too well",
-            stacklevel=2,
+            f"{said} are in another part, too, by content: {'; '.join(copies[:NAMED])}{more}. What the model has seen"
+            " is judged too well",
+            stacklevel=3,
         )
-
-
-def digests_of(parts: Mapping[str, tuple[Tensor, Sequence[str]]]) -> dict[str, dict[str, str]]:
-    """Return, of each part, a digest of each example's input, by its name.
-
-    Args:
-        parts: Of each the inputs, ``n x ...``, and their names, which are paths if they are images on disk.
-    """
-    if any(is_streamed(x) for x, _ in parts.values()):
-        return digests_of_files({part: map(Path, names) for part, (_, names) in parts.items()})
-    return {part: digests_of_rows(*each) for part, each in parts.items()}
 
 
 def digests_of_files(parts: Mapping[str, Iterable[Path]]) -> dict[str, dict[str, str]]:

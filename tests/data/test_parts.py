@@ -1,17 +1,16 @@
 """Examples in parts: their tensors, parts of one's own, and parts of a size."""
 
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused, having
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.own_parts import (
     digests_of_rows,
     folders_of_parts,
-    warn_of_copies,
+    warn_of_shared,
 )
 from metricopt_ext.data.parts import large_parts
 from metricopt_ext.data.shift import ImageShift
@@ -87,7 +86,7 @@ def test_classes_are_no_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
 def test_copies_are_counted_and_five_are_named() -> None:
     parts = {"train": {f"a{i}": str(i) for i in range(9)}, "test": {f"b{i}": str(i) for i in range(2, 12)}}
     with pytest.warns(UserWarning, match=having("7")) as told:
-        warn_of_copies(parts)
+        warn_of_shared(parts, "file")
     (said,) = {str(each.message) for each in told}
     assert "b2 of test is a2 of train" in said
     assert said.count(" is a") == 5
@@ -100,13 +99,3 @@ def test_rows_are_told_apart_by_their_numbers() -> None:
     )
     assert digests["a"] == digests["c"] != digests["b"]
     assert digests["d"] == digests["e"]
-
-
-def test_copies_in_a_part_that_is_divided_are_counted_from_a_tenth_on(recwarn: pytest.WarningsRecorder) -> None:
-    parts = {"train": {f"a{i}": str(i // 2 if i < 10 else i) for i in range(50)}}
-    warn_of_copies(parts, "row")
-    assert not list(recwarn)
-    assert_warned(lambda: warn_of_copies(parts, "row", divided="train"), "5 of 50 rows", "a1 is a0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_copies({"train": {**parts["train"], "a9": "another"}}, "row", divided="train")
