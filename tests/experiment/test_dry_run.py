@@ -88,6 +88,27 @@ def test_it_evaluates_the_metric_twice_charges_nothing_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_takes_long_is_said_before_it_begins_and_not_done_twice(
+    toy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time is played: an evaluation of a minute needs none to warm up."""
+    clock, said = [0.0], []
+
+    def slow(*given: Any) -> Any:
+        said.append(capsys.readouterr().out)
+        clock[0] += 60
+        return evaluate(*given)
+
+    evaluate = FinetuneTask.evaluate
+    monkeypatch.setattr(FinetuneTask, "evaluate", slow)
+    monkeypatch.setattr("metricopt_ext.experiment.dry_run.now", lambda: clock[0])
+    dry_run(toy, settings())
+    (before,) = said
+    for name in ("squares", "distance", "data and model", "starts", "evaluation"):
+        assert name in before
+    assert "an evaluation takes 60 s" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
