@@ -26,6 +26,7 @@ from metricopt_ext.experiment.run_config import USUAL_STARTS, RunConfig
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, known_keys
 
 # Queries by which a threshold is tuned, and the strength of logit adjustment.
@@ -243,7 +244,7 @@ class ClassificationConfig(RunConfig):
 
     def check(self) -> None:
         """Reject what would only fail after work has been done (see `RunConfig.check`)."""
-        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
+        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size}, MOST_BATCH)
         self._check_kind()
         if isinstance(self.data, TableConfig):
             self.data.check()
@@ -254,7 +255,7 @@ class ClassificationConfig(RunConfig):
             )
         if isinstance(self.data, PartsConfig):
             _ = self.data.parts  # refuses what does not go together
-        check_at_least(0, {"data.image_size": self.data.image_size})
+        check_at_least(0, {"data.image_size": self.data.image_size}, MOST_SIZE)
         if len(self.data.mean) != len(self.data.std) or any(std <= 0 for std in self.data.std):
             raise ConfigError(
                 f"data.mean={self.data.mean} and data.std={self.data.std}: both must have one number for each channel,"

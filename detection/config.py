@@ -17,6 +17,7 @@ from metricopt_ext.experiment.config_sections import AdapterConfig, check_at_lea
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, default_of, known_keys
 
 SPLITS = ("train", "val", "test")
@@ -250,8 +251,9 @@ class DetectionConfig(RunConfig):
                 f"masks (segm) are read with data.name=coco, from COCO's files of annotations, not with"
                 f" data.name={self.data.name}"
             )
-        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size})
-        check_at_least(0, {"data.size": self.data.size, "model.steps": self.model.steps})
+        check_at_least(1, {"batch_size": self.batch_size, "model.batch_size": self.model.batch_size}, MOST_BATCH)
+        check_at_least(0, {"model.steps": self.model.steps})
+        check_at_least(0, {"data.size": self.data.size}, MOST_SIZE)
         if self.population not in (1, None):
             raise ConfigError(f"population={self.population}: detectors compute one task at a time, so it must be 1")
         if not self.model.lr > 0:

@@ -15,6 +15,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, known_keys
 
 
@@ -178,9 +179,9 @@ class RetrievalConfig(RunConfig):
         if not self.adapter.keep_gib >= 0:
             raise ConfigError(f"adapter.keep_gib={self.adapter.keep_gib}: it must be at least 0")
         self.model.check()
-        check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width})
-        check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples})
-        check_at_least(0, {"data.image_size": self.data.image_size})
+        check_at_least(1, {"model.embedding": self.model.embedding, "model.width": self.model.width}, MOST_SIZE)
+        check_at_least(2, {"loss.classes": self.loss.classes, "loss.samples": self.loss.samples}, MOST_BATCH)
+        check_at_least(0, {"data.image_size": self.data.image_size}, MOST_SIZE)
         super().check()
         if self.siblings:
             self.siblings.check(self.trained_methods)

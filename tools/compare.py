@@ -39,6 +39,7 @@ from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
+from metricopt_ext.utils.checks import MOST_THREADS
 from metricopt_ext.utils.config import COMMAND_LINE, load_with_origins
 from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.files import content_of
@@ -86,7 +87,8 @@ class CompareConfig:
         """
         if self.task not in TASKS:
             raise ConfigError(f"task={self.task}: it must be one of {', '.join(TASKS)}")
-        check_at_least(1, {name: getattr(self, name) for name in ("seeds", "workers", "threads")})
+        check_at_least(1, {"seeds": self.seeds})
+        check_at_least(1, {"workers": self.workers, "threads": self.threads}, MOST_THREADS)
         check_at_least(0, {"seed": self.seed})
 
     @property

@@ -37,7 +37,7 @@ from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.wrappers import is_unused, unwrapped
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
-from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.checks import MOST_SIZE, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
@@ -418,7 +418,7 @@ def _attach(
     calls: Calls | None,
 ) -> Adapter:
     _check_bare(model)
-    check_integer(0 if kind == "outputs" else 1, dim=dim)
+    check_integer(0 if kind == "outputs" else 1, MOST_SIZE, dim=dim)
     check_integer(0, seed=seed)
     layers, classes, guessed = [model.get_submodule(name) for name in names], 0, False
     if outputs is not None:

@@ -1,5 +1,6 @@
 """Sections of the settings that the tools of all tasks share; each key is a field here and nowhere else."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -113,12 +114,13 @@ class SettingsConfig:
             raise ConfigError(f"settings.names={self.names}: it must be [{USUAL}], or name each")
 
 
-def check_at_least(least: int, values: Mapping[str, float | None]) -> None:
-    """Reject settings below a minimum; None, meaning no value, passes.
+def check_at_least(least: int, values: Mapping[str, float | None], most: float = math.inf) -> None:
+    """Reject settings below a minimum, or above a maximum; None, meaning no value, passes.
 
     Raises:
-        ConfigError: A value is below it; the message names its key.
+        ConfigError: A value is; the message names its key.
     """
     for name, value in values.items():
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value}: it must be at least {least}")
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if not value > most else f"at most {most}"
+            raise ConfigError(f"{name}={value}: it must be {bound}")

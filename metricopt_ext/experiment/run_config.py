@@ -33,9 +33,9 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.tasks.own_metric import OwnMetricConfig
+from metricopt_ext.utils.checks import MOST_SIZE, MOST_THREADS
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 
-MOST_DIM = 10_000  # of phi, whose search needs matrices of d x d
 # All free starts of the tools, and those that are on by default; each is made by `Experiment.start`.
 SOUPS = ("soup", "soup_batchnorm", "soup_prior")
 STARTS = (
@@ -141,14 +141,14 @@ class RunConfig:
             ConfigError: A value is out of range.
             BudgetError: There are too few queries; the message says how many are needed.
         """
-        numbers = ("population", "best_evals", "search_queries", "seeds", "workers", "threads")
-        check_at_least(1, {name: getattr(self, name) for name in numbers})
-        check_at_least(1, {"adapter.dim": self.adapter.dim})
+        check_at_least(
+            1, {name: getattr(self, name) for name in ("population", "best_evals", "search_queries", "seeds")}
+        )
+        check_at_least(1, {"workers": self.workers, "threads": self.threads}, MOST_THREADS)
+        check_at_least(1, {"adapter.dim": self.adapter.dim}, MOST_SIZE)
         check_at_least(0, {"seed": self.seed})
         if self.seed + self.seeds > SEEDS:
             raise ConfigError(f"seed={self.seed} seeds={self.seeds}: all seeds must be below 2^32, as for NumPy")
-        if self.adapter.dim > MOST_DIM:
-            raise ConfigError(f"adapter.dim={self.adapter.dim}: it must be at most {MOST_DIM}; 8 to 128 suit a search")
         self.finetune.check()
         with config_section("guard.confidence"):
             deviates(self.guard.confidence)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.checks import MOST_BATCH, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
@@ -30,7 +30,7 @@ class IndexSampler:
     share: int
 
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
-        check_integer(1, batch_size=batch_size)
+        check_integer(1, MOST_BATCH, batch_size=batch_size)
         if size < 1:
             raise DataError("there are no examples to draw batches from")
         self.groups = [torch.arange(size)]

@@ -9,9 +9,13 @@ from typing import Any, SupportsFloat
 
 from metricopt_ext.utils.words import brief
 
+# The largest sizes that are meant: of phi, whose search needs matrices of d x d, of a picture's side, or a layer's
+# width; of a batch; and threads or processes.
+MOST_SIZE, MOST_BATCH, MOST_THREADS = 10_000, 1_000_000, 1_000
 
-def check_integer(least: int, **values: Any) -> None:
-    """Reject what is not an integer, of Python's or NumPy's, or is below ``least``; a bool is no number.
+
+def check_integer(least: int, most: float = math.inf, /, **values: Any) -> None:
+    """Reject what is no integer, of Python's or NumPy's, as a bool, or is below ``least`` or above ``most``.
 
     Raises:
         ValueError: A value is rejected; the message gives the first such name and value.
@@ -19,6 +23,8 @@ def check_integer(least: int, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} is {brief(value)}; it must be an integer")
+        if value > most:
+            raise ValueError(f"{name} is {brief(value)}; it must be at most {most}")
     check_at_least(least, **values)
 
 

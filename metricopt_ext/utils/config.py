@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_origin
 
@@ -19,6 +20,8 @@ from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief
 
 MISSING: Any = "???"  # omegaconf's mark of a value that has no default
+
+LARGEST = 2**32  # of whole numbers, seeds among them, of which NumPy takes no larger ones
 
 # Where a value of a config comes from.
 DEFAULT, FILE, COMMAND_LINE = "default", "config file", "command line"
@@ -88,7 +91,7 @@ def load_with_origins(
         ConfigError: As from `load_config`.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException, ValidationError
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from yaml import BaseLoader, YAMLError, load
 
     in_file = where = f"{file}: " if isinstance(file, str | Path) else ""
@@ -105,7 +108,13 @@ def load_with_origins(
                     raise ConfigError(f"{where}{_unknown(key, known, defaults)}")
                 if is_dataclass(known[key]):
                     raise ConfigError(f"{where}{key} is {brief(value)}; it is a section, whose keys have values")
+                check_shape(key, value)
                 origins[key] = origin
+
+        def check_shape(key: str, value: Any) -> None:
+            if not _shaped(value, known[key]):
+                named = f"{key} is {brief(value)}; " if where == in_file else ""
+                raise ConfigError(f"{where}{named}it must be {_form_of(known[key])}")
 
         config = OmegaConf.structured(defaults)
         _read_as_written(content, _texts(file), known)
@@ -136,7 +145,8 @@ def load_with_origins(
                     OmegaConf.update(config, key, literal(text))
                     origins[key] = origin
                 elif known.get(key) == list[str]:
-                    OmegaConf.update(config, key, load(text, BaseLoader))
+                    check_shape(key, items := load(text, BaseLoader))
+                    OmegaConf.update(config, key, items)
                     origins[key] = origin
                 else:
                     if known.get(key) is not str:
@@ -144,23 +154,43 @@ def load_with_origins(
                     parsed = OmegaConf.from_dotlist([override])
                     given(OmegaConf.to_container(parsed), origin)  # type: ignore[arg-type]
                     config = OmegaConf.merge(config, parsed)
-        where = in_file
-        return OmegaConf.to_object(config), origins  # type: ignore[return-value]
+        where, found = in_file, OmegaConf.to_object(config)
+        numbers = {key: attrgetter(key)(found) for key, kind in known.items() if kind in (int, int | None)}
+        for key, number in numbers.items():
+            if number is not None and abs(number) >= LARGEST:
+                raise ConfigError(f"{in_file if origins[key] == FILE else ''}{key}={number}: it must be below 2^32")
+        return found, origins  # type: ignore[return-value]
     except MetricOptError:
         raise
     except (OmegaConfBaseException, YAMLError, *MISFITS) as error:
         key = getattr(error, "full_key", None) or ""
         if key and key.partition("[")[0] not in known:
             raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
-        named = f"{key}: " if key and where == in_file else ""
+        text = _within(_texts(file), key.partition("[")[0]) if key and where == in_file else None
+        named = f"{key}: " if text is None and key and where == in_file else f"{key} is {brief(text)}; " if text else ""
         said = " ".join(str(error).partition("    full_key:")[0].split())
-        if isinstance(error, ValidationError) and (form := _form_of(known.get(key.partition("[")[0]))):
+        if isinstance(error, MissingMandatoryValue):
+            said = "it has no value"
+        elif form := _form_of(known.get(key.partition("[")[0])):
             said = f"it must be {form}"
         raise ConfigError(f"{where}{named}{said}") from error
 
 
+def _shaped(value: Any, kind: Any) -> bool:
+    """Whether lists and mappings are where a type has them, and single values elsewhere."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_shaped(each, get_args(kind)[0]) for each in value)
+    return (
+        isinstance(value, Mapping)
+        if get_origin(kind) is dict
+        else not (_form_of(kind) and isinstance(value, list | Mapping))
+    )
+
+
 def _form_of(kind: Any) -> str:
     """Say of which form a value of a type is written; empty where that is more than a word."""
+    if get_origin(kind) is dict:
+        return "names with values, in braces: {A: B}"
     if get_origin(kind) in (list, tuple):
         return f"a list, in brackets: [A, B], each {_form_of(get_args(kind)[0]) or 'a value'}"
     kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
@@ -197,19 +227,20 @@ def _read_as_written(content: Any, texts: Any, known: Mapping[str, Any]) -> None
     """
     from omegaconf import OmegaConf
 
-    def within(key: str) -> Any:
-        found = texts
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
-
     for key, value in _leaves(OmegaConf.to_container(content), known):  # type: ignore[arg-type]
-        text = within(key)
+        text = _within(texts, key)
         alike = isinstance(text, str) if isinstance(value, bool | int | float) else isinstance(value, list)
         if known.get(key) in (str, list[str]) and alike and type(text) in (str, list):
             OmegaConf.update(content, key, text)
         elif known.get(key) is not str:
             _check_numbers(text, key)
+
+
+def _within(texts: Any, key: str) -> Any:
+    """Return what nested dictionaries have under a key with dots, None if nothing."""
+    for part in key.split("."):
+        texts = texts.get(part) if isinstance(texts, dict) else None
+    return texts
 
 
 def _check_numbers(texts: Any, name: str) -> None:
@@ -238,12 +269,12 @@ def _defaults(schema: Any, content: Any, overrides: Sequence[str]) -> Any:
     keys: tuple[str, ...] = getattr(schema, "CHOICES", ())
     if not keys:
         return schema
-    first = {key.partition(".")[0] for key in keys}
-    choosing = [each for each in overrides if "=" in each and each.partition("=")[0] in {*keys, *first}]
-    merged = OmegaConf.merge(content, OmegaConf.from_dotlist(choosing))
-    found = {key: OmegaConf.select(merged, key) for key in keys}
-    plain = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in found.items()}
-    return schema.chosen({key: value for key, value in plain.items() if value is not None})
+    first = {*keys, *(key.partition(".")[0] for key in keys)}  # whole sections, in braces
+    pairs = [each.partition("=") for each in overrides]
+    choosing = ["".join(each) for each in pairs if each[1] and each[0] in (keys if each[2][:1] != "{" else first)]
+    merged = OmegaConf.to_container(OmegaConf.merge(content, OmegaConf.from_dotlist(choosing)))
+    found = {key: _within(merged, key) for key in keys}
+    return schema.chosen({key: value for key, value in found.items() if value is not None})
 
 
 def _leaves(content: Mapping[Any, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], type[Exc
         AdapterError,
         ("bias", "attach_film"),
     ),
-    "dim=0": (headed, lambda model: attach_film(model, dim=0), ValueError, ("dim", 0)),
+    **{
+        f"{attach.__name__}, dim={dim}": (headed, partial(attach, dim=dim), ValueError, ("dim", dim))
+        for attach in (attach_film, attach_input_bias)
+        for dim in (0, -1, 10**10, 2**64, 1.5, math.nan, "7")
+    },
     "seed=-1": (headed, lambda model: attach_film(model, seed=-1), ValueError, ("seed", -1)),
 }  # fmt: skip
 

@@ -19,6 +19,8 @@ from metricopt_ext.utils.checks import (
 
 def test_values_on_the_bound_are_told_apart() -> None:
     check_integer(1, steps=1, history=np.int64(2))
+    check_integer(1, 9, steps=9)
+    assert_refused(lambda: check_integer(1, 9, steps=10), ValueError, "steps", "10", "9")
     check_at_least(1, steps=1, history=2, seeds=None)
     check_above(0, lr=1e-300, scale=np.float32(0.1), weight=torch.tensor(0.1), rate=None)
     check_finite(mean=-1e300, none=None)

@@ -91,15 +91,26 @@ def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("count", "many"), ("count", "1.5"), ("inner.rate", "fast"), ("loud", "perhaps"), ("inner.pairs", "[[a]]")],
+    [
+        *(("count", value) for value in ("many", "1.5", "[1, 2]", "[..]", "{a: 1}", "0..3", "18446744073709551616")),
+        *(("inner.rate", value) for value in ("fast", "[0.1]", "{a: 1}")),
+        *(("loud", value) for value in ("perhaps", "[true]")),
+        *(("inner.names", value) for value in ("a", "{a: 1}", "[[a]]")),
+        *(("inner.pairs", value) for value in ("[[a]]", "[1]", "3", "{a: 1}")),
+        *(("inner.texts", value) for value in ("a", "[a]")),
+        *(("inner", value) for value in ("a", "[a]")),
+    ],
 )
 def test_a_wrong_type_names_key_and_value(tmp_path: Path, key: str, value: str) -> None:
-    assert error_of(None, f"{key}={value}").startswith(f"{key}={value}: ")
+    """In the words of what is to be written, not in those of the library that reads it."""
+    message = error_of(None, f"{key}={value}")
+    assert message.startswith(f"{key}={value}: ")
+    assert not re.search("Config|Union|Cannot|[Ii]nvalid|structured|instance", message)
     outer, _, inner = key.partition(".")
     file = written(tmp_path, f"{outer}: {{{inner}: {value}}}\n" if inner else f"{outer}: {value}\n")
     message = error_of(file)
-    assert message.startswith(f"{file}: {key}")
-    assert re.sub(r"[\[\]]", "", value) in message
+    assert message.startswith((f"{file}: {key}", f"{key}={value}: "))
+    assert re.sub(r"\W", "", value) in re.sub(r"\W", "", message)
 
 
 @pytest.mark.parametrize("override", ["count", "--count", ""])
@@ -121,7 +132,8 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
         ("count: 3\ncount: 4\n", "duplicate key count"),
         (b"loud: 1\ncount: \xff\n", "line 2 is not UTF-8, by the byte 0xff; save it as UTF-8"),
         ("count: !!python/object/apply:os.system [x]\n", "could not determine a constructor"),
-        ("count: 1e999\n", "count: Value 'inf'"),
+        ("count: 1e999\n", "count is '1e999'"),
+        ("count: 4294967296\n", "count=4294967296"),
     ],
 )
 def test_what_is_no_configuration_is_refused_on_one_line(text: str | bytes, said: str, tmp_path: Path) -> None:
@@ -217,7 +229,7 @@ def test_text_in_a_file_is_taken_as_it_stands(tmp_path: Path) -> None:
         ("own: {steps: 1}", [], ("config.yaml", "own.steps")),
         ("{}", ["steps.steps=1"], ("steps.steps", "more")),
         ("more: [steps]\nsteps: 3", [], ("config.yaml", "3")),
-        ("kind: ${nowhere}", [], ("config.yaml", "nowhere")),
+        ("kind: ${nowhere}", [], ("nowhere",)),
         ("{}", ["kind=best"], ("kind=best",)),
     ],
 )
