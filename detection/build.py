@@ -16,8 +16,8 @@ from metricopt_ext.data.pretrained import pretrained
 from metricopt_ext.detection.coco_outputs import for_classes
 from metricopt_ext.detection.config import DetectionConfig, DetectorAdapterConfig, MetricConfig
 from metricopt_ext.detection.data import DetectionSplits
-from metricopt_ext.detection.frozen import BOX_HEAD, FrozenFeatures
-from metricopt_ext.detection.kept_maps import keep_maps, tell_of_whole_passes
+from metricopt_ext.detection.frozen import FrozenFeatures, acts_in_box_head_alone
+from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.metric import (
     PRECISIONS,
@@ -31,7 +31,7 @@ from metricopt_ext.detection.metric import (
 from metricopt_ext.detection.own_detector import OwnToolkit
 from metricopt_ext.detection.task import ExampleBatches
 from metricopt_ext.detection.toolkit import Toolkit
-from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit, has_proposals
+from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.runtime.progress import Callback
@@ -282,15 +282,12 @@ def remembering(toolkit: Toolkit, adapter: Adapter, config: DetectorAdapterConfi
     """Return a toolkit that computes what phi can't change once, where it can do so and the settings allow it."""
     if not config.keep_gib:
         return toolkit
-    in_box_head = has_proposals(adapter.model) and all(layer.startswith(BOX_HEAD) for layer in adapter.layers)
-    if isinstance(toolkit, TorchvisionToolkit) and in_box_head and toolkit.kind == "bbox":
-        return FrozenFeatures(toolkit, adapter, config.keep_gib)
-    if isinstance(toolkit, TorchvisionToolkit) and toolkit.kind != "bbox":
-        keep_maps(adapter.model, config.keep_gib)
     if hasattr(toolkit, "cfg"):  # Detectron2's, which is imported only where it is installed
         from metricopt_ext.detection.detectron2.kept_features import keep_features
 
         keep_features(adapter.model, config.keep_gib)
-    elif isinstance(toolkit, TorchvisionToolkit) and toolkit.kind == "bbox":
-        tell_of_whole_passes(adapter.model, config.keep_gib, "phi acts in more than the box head of two stages")
+    elif isinstance(toolkit, TorchvisionToolkit):
+        if toolkit.kind == "bbox" and acts_in_box_head_alone(adapter.model):
+            return FrozenFeatures(toolkit, adapter, config.keep_gib)
+        keep_maps(adapter.model, config.keep_gib)
     return toolkit

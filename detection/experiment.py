@@ -194,7 +194,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         order = torch.randperm(len(splits.test), generator=generator(self.seed, "pictures"))
         shown = [splits.test[i] for i in order[:SHOWN].tolist()]
         with self.as_trained(), adapter.using(self.task.origin()) as model:
-            before = toolkit.detect(model, shown)
+            before = detect_all(toolkit, model, shown)
         with adapter.using(adapter.phi.detach()) as model:
-            after = toolkit.detect(model, shown)
+            after = detect_all(toolkit, model, shown)
         plot_detections(shown, before, after, splits.classes, self.folder / "detections.png")

@@ -16,6 +16,7 @@ from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.torchvision_toolkit import (
     TorchvisionToolkit,
+    features_of,
     has_proposals,
     images_of,
     targets_of,
@@ -225,7 +226,7 @@ def before_head(model: Any) -> Iterator[Tensor]:
 def _proposals(detector: Any, example: Example) -> Proposals:
     with evaluating(detector):
         images, _ = detector.transform(images_of(detector, [example]))
-        features = detector.backbone(images.tensors)
+        features = features_of(detector, images)
         (boxes,), _ = detector.rpn(images, features)
         pooled = detector.roi_heads.box_roi_pool(features, [boxes], images.image_sizes)
     return Proposals(boxes, pooled, images.image_sizes[0])
@@ -237,7 +238,7 @@ def _candidates(detector: Any, example: Example, own: Sequence[int]) -> Candidat
     # In training mode the region proposal network also samples for its own loss; the caller's stream is unaffected.
     with evaluating(detector), seeded_streams(0, inputs[0].device):
         images, (target,) = detector.transform(inputs, targets_of(detector, [example], own))
-        features = detector.backbone(images.tensors)
+        features = features_of(detector, images)
         with in_mode(detector.rpn, training=True):
             proposals, _ = detector.rpn(images, features, [target])
         boxes = heads.add_gt_proposals(proposals, [target["boxes"]])

@@ -166,7 +166,7 @@ class TorchvisionToolkit:
             if not has_proposals(model) or self.kind != "bbox":
                 return total(detector(images_of(model, batch), targets_of(model, batch, self.labels, self.kind)))
             images, targets = detector.transform(images_of(model, batch), targets_of(model, batch, self.labels))
-            features = detector.backbone(images.tensors)
+            features = features_of(detector, images)
             proposals, losses = detector.rpn(images, features, targets)
             # A mask head insists on masks, but only boxes are trained.
             targets = [{**target, "masks": None} for target in targets]
@@ -251,6 +251,12 @@ def has_proposals(model: nn.Module) -> bool:
     """
     parts = ((model, GeneralizedRCNN), (getattr(model, "roi_heads", None), RoIHeads))
     return all(isinstance(part, kind) and type(part).forward is kind.forward for part, kind in parts)
+
+
+def features_of(detector: Any, images: Any) -> dict[str, Tensor]:
+    """Return the backbone's maps of a batch by name, as torchvision's detectors take them also where there is one."""
+    features = detector.backbone(images.tensors)
+    return {"0": features} if isinstance(features, Tensor) else features
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:

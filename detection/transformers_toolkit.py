@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,7 @@ class TransformersToolkit:
         sizes = [example.size for example in batch]
         with evaluating(model), torch.no_grad():
             outputs = model(**self._inputs(model, batch))
-        processor = self._processor()
-        found = processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
+        found = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
         return [self._detections(model, each, size) for each, size in zip(found, sizes, strict=True)]
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
@@ -157,13 +157,14 @@ class TransformersToolkit:
         If none is, it is the same: the model's labels are then the classes, in their order, or as many are not there.
 
         Raises:
-            ConfigError: Some are, or are written otherwise there: in order, labels would be taken for others.
+            ConfigError: Some of a trained model's are, or are written otherwise there: in order, labels would be taken
+                for others.
         """
         known = class_names_of(self.folder)
         if set(classes) <= set(known):
             return replace(self, classes=tuple(classes))
         alike = {name.casefold() for name in known}
-        if any(name.casefold() in alike for name in classes):
+        if has_weights(self.folder) and any(name.casefold() in alike for name in classes):
             lacking = next(name for name in classes if name not in known)
             raise ConfigError(
                 f"{self.folder} has no class {lacking!r}, but {shortened(list(known))}; name the data's classes as the"
@@ -185,6 +186,7 @@ class TransformersToolkit:
         torch.save(Adapter(model).merged_state_dict(), buffer)
         write_atomically(path, buffer.getvalue())
 
+    @cached_property
     def _processor(self) -> Any:
         kind: Any = AutoImageProcessor
         return kind.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
@@ -192,7 +194,7 @@ class TransformersToolkit:
     def _inputs(self, model: nn.Module, batch: Sequence[Example]) -> dict[str, Tensor]:
         """Return the images, and where they are padded, as the folder's processor makes them, by name."""
         like, images = next(model.parameters()), [image.cpu() for image in images_in(batch)]
-        prepared = self._processor()(images=images, return_tensors="pt")
+        prepared = self._processor(images=images, return_tensors="pt")
         inputs = {"pixel_values": prepared["pixel_values"].to(like)}
         if "pixel_mask" in prepared:
             inputs["pixel_mask"] = prepared["pixel_mask"].to(like.device)

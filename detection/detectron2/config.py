@@ -375,8 +375,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
             ``data.test=PATH``, as in our other tools, for METRICOPT.DATASETS.TRAIN and its kin.
 
     Raises:
-        ConfigError: The file can't be read, or a key or value in it is unknown or of another type, or two overrides
-            name the same part.
+        ConfigError: The file can't be read, or a key or value in it is unknown, of another type or not obeyed here, or
+            two overrides name the same part.
     """
     overrides = _in_pairs(overrides)
     cfg = get_cfg()
@@ -392,6 +392,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
         raise
     except (OSError, AssertionError, yaml.YAMLError, *MISFITS) as error:
         raise ConfigError(f"{path}: {error}{_nearest(str(error))}") from error
+    if cfg.TEST.AUG.ENABLED:
+        raise ConfigError("TEST.AUG.ENABLED: AP50 is evaluated without test-time augmentation here; set it to False")
     return cfg
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.detection.ap50 import (
     METRICS,
-    average_precision,
+    Matches,
     beyond_limit,
     match_for,
     mean_over_ious,
@@ -55,7 +55,7 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
         self.definition = definition
         self.ap = ap
         self._found: dict[str | int, Detections] = {}
-        self._detections: list[Detections] = []
+        self._matches: Sequence[Matches] = ()  # at each IoU, of the last evaluation
         self._told = self._checked = False
         check_image_ids([image.image_id for image in truth.images], "the set")
 
@@ -82,8 +82,9 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
                 f"{len(missing)} of {len(self.truth)} images were not given to the model, e.g. {missing[0]!r}; evaluate"
                 " on the set that the evaluator was made for"
             )
-        self._detections = detections = [found[image.image_id] for image in self.truth.images]
-        scores = self._scores(detections, self.truth)
+        detections = [found[image.image_id] for image in self.truth.images]
+        self._matches = match_for("AP" if self.ap else "AP50", detections, self.truth, self.definition)
+        scores = self.evaluate_part(None)
         if not self._checked:
             self._checked = True
             check_detected(detections, self.truth)
@@ -93,25 +94,20 @@ class AP50Evaluator(DatasetEvaluator):  # type: ignore[misc]
             warnings.warn(cut, stacklevel=2)
         return scores
 
-    def evaluate_part(self, images: Sequence[int]) -> dict[str, dict[str, float]]:
+    def evaluate_part(self, images: Sequence[int] | None) -> dict[str, dict[str, float]]:
         """Return what `evaluate` would of some images of the set alone, after it.
 
         Args:
-            images: Their positions in the set.
+            images: Their positions in the set; None for all.
 
         Raises:
             MetricError: None of them has an object that counts.
         """
-        part = DetectionSet(self.truth.classes, [self.truth.images[i] for i in images])
-        return self._scores([self._detections[i] for i in images], part)
-
-    def _scores(self, detections: Sequence[Detections], truth: DetectionSet) -> dict[str, dict[str, float]]:
-        result = average_precision(detections, truth, definition=self.definition)
+        result = self._matches[0].average_precision(images)  # at an IoU of 0.5
         scores = {f"AP50-{name}": 100 * value for name, value in result.per_class.items()}
         if self.ap:
-            matches = match_for("AP", detections, truth, self.definition)
-            scores["AP"] = 100 * mean_over_ious(matches)
-            scores["AP75"] = 100 * matches[METRICS["AP"].index(0.75)].average_precision().mean
+            scores["AP"] = 100 * mean_over_ious(self._matches, images)
+            scores["AP75"] = 100 * self._matches[METRICS["AP"].index(0.75)].average_precision(images).mean
         return OrderedDict(bbox={"AP50": 100 * result.mean, **scores})
 
 

@@ -101,10 +101,11 @@ class Detectron2Toolkit:
         Anchors and proposals are sampled from torch's global stream on the model's device.
 
         Raises:
-            ConfigError: The detector has a mask head.
+            ConfigError: The detector has a head of masks or keypoints.
         """
-        if self.cfg.MODEL.MASK_ON:
-            raise ConfigError("MODEL.MASK_ON is True, but the images have boxes alone, no masks; set it to False")
+        for key in ("MASK_ON", "KEYPOINT_ON"):
+            if self.cfg.MODEL[key]:
+                raise ConfigError(f"MODEL.{key} is True, but the images have boxes alone here; set it to False")
         inputs = [
             {**known, "instances": self._targets(example)}
             for known, example in zip(self.inputs(model, batch), batch, strict=True)

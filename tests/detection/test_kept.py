@@ -16,17 +16,20 @@ from torch import Tensor, nn
 pytest.importorskip("torchvision")
 
 from helpers.boxes import CLASSES, example
-from helpers.detectors import small_detector
+from helpers.detectors import SMALL_IMAGES, small_detector
 from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.build import remembering
+from metricopt_ext.detection.config import DetectorAdapterConfig
 from metricopt_ext.detection.frozen import FrozenFeatures
 from metricopt_ext.detection.kept_maps import keep_maps
 from metricopt_ext.detection.records import Detections
 from metricopt_ext.detection.task import detection_loss
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit
+from metricopt_ext.detection.torchvision_toolkit import PLACEMENTS, TorchvisionToolkit, images_of, targets_of
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.starts import reestimate_batchnorm
 
 TOOLKIT = TorchvisionToolkit(min_size=64, max_size=64, width=16, head=32)
 
@@ -151,7 +154,21 @@ def test_other_models_and_those_whose_backbone_is_trained_are_run_whole() -> Non
     assert (weight.grad != 0).any()
 
 
-# --- Maps and proposals, where masks are judged --------------------------------------------------------------------
+def test_a_backbone_of_one_map_is_trained_and_kept_as_torchvision_has_it() -> None:
+    model = small_detector("FasterRCNN")
+    adapter = attach_film(model, ["roi_heads.box_head.fc?"], dim=2)
+    frozen, losses = FrozenFeatures(TOOLKIT, adapter), list[Tensor]()
+    batch = [replace(each, truth=replace(each.truth, labels=each.truth.labels % 2)) for each in SAME_SIZE]
+    for found, expected in zip(frozen.detect(model, batch), TOOLKIT.detect(model, batch), strict=True):
+        assert_same(found, expected)
+    for loss in (TOOLKIT.loss, lambda *of: sum(model.train()(images_of(*of), targets_of(*of)).values())):
+        torch.manual_seed(0)
+        losses.append(loss(model, batch))
+    torch.testing.assert_close(*losses)
+    assert frozen.loss(model, batch).isfinite()
+
+
+# --- Maps and proposals, where phi is not in the box head alone, or masks are judged -------------------------------
 
 PHI = torch.tensor([0.4, -0.3], dtype=torch.float64)
 
@@ -194,6 +211,38 @@ def test_only_what_phi_changes_is_computed_for_each_phi(case: str) -> None:
             each.backbone.body[0].weight.mul_(1.1)
     found(PHI)
     assert len(ran) == (3 if expected else 5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:the backbone's maps")
+def test_statistics_of_batchnorm_are_estimated_as_without(case: str) -> None:
+    """Each time: a map that was computed while others were in use would estimate them twice, or not at all."""
+    model = small_detector("RetinaNet" if case == "retinanet" else "MaskRCNN")
+    attach_film(model, CASES[case][0], dim=2)
+    plain, batches = copy.deepcopy(model), [[image * scale] for image in SMALL_IMAGES for scale in (0.3, 1.0)]
+    keep_maps(model, gib=1.0)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batches[0])  # keeps its map
+        ours, expected = (reestimate_batchnorm(each, batches) for each in (model, plain))
+        assert not torch.equal(expected.backbone.body[1].running_mean, plain.backbone.body[1].running_mean)
+        for name, tensor in expected.named_buffers():
+            assert torch.equal(ours.get_buffer(name), tensor), name
+
+
+def test_phi_in_the_rpn_leaves_the_backbone_s_maps() -> None:
+    """Where boxes are judged, too."""
+    model = TOOLKIT.build(CLASSES, seed=0).double()
+    adapter = attach_film(model, PLACEMENTS["rpn"], dim=2)
+    plain, ran = copy.deepcopy(model), list[int]()
+    next(model.backbone.body.children()).register_forward_hook(lambda *_: ran.append(1))
+    used = remembering(TOOLKIT, adapter, DetectorAdapterConfig(placement="rpn"))
+    for phi in (0 * PHI, PHI, -PHI):
+        for each in (adapter, Adapter(plain)):
+            each.set_phi(phi)
+        for found, expected in zip(used.detect(model, SAME_SIZE), TOOLKIT.detect(plain, SAME_SIZE), strict=True):
+            assert_same(found, expected)
+    assert len(ran) == 1
 
 
 def test_the_loss_is_as_without() -> None:

@@ -120,6 +120,26 @@ def test_labels_are_those_of_the_data_s_classes_by_name(kind: str, tmp_path: Pat
     torch.testing.assert_close(ours, theirs.train()(**inputs, labels=told).loss)
 
 
+@pytest.mark.parametrize(
+    "classes", [("Ant", "bee", "cow", "N/A"), ("cow", "BEE"), ("bee", "dog"), ("ANT", "x", "y", "z")]
+)
+def test_classes_are_not_taken_in_order_where_some_are_the_model_s(classes: Any, tmp_path: Path) -> None:
+    lacking = next(name for name in classes if name not in NAMES)
+    assert_refused(
+        lambda: TransformersToolkit(saved(tmp_path)).for_classes(classes), ConfigError, lacking, "id2label", "cow"
+    )
+    new = TransformersToolkit(saved(tmp_path / "new", weights=False))  # whose labels are still to be learned
+    assert new.for_classes(classes).labels(new.build(len(classes), seed=0)) == [*range(len(classes))]
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"), [(("cow", "N/A", "bee", "ant"), [2, 3, 1, 0]), (tuple("wxyz"), [0, 1, 2, 3])]
+)
+def test_classes_are_found_by_name_or_all_in_order(classes: Any, labels: list[int], tmp_path: Path) -> None:
+    toolkit = TransformersToolkit(saved(tmp_path)).for_classes(classes)
+    assert toolkit.labels(toolkit.build(4, seed=0)) == labels
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert_refused(lambda: TransformersToolkit(str(tmp_path)), ConfigError, "config.json")
     folder = saved(tmp_path)

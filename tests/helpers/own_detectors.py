@@ -14,6 +14,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
 SIDE = 48
+SIZES = ((72, 48), (48, 72), (SIDE, SIDE))  # lying, standing and square pictures, which a batch would pad
 
 
 class Stages(nn.Module):
@@ -62,14 +63,16 @@ def write_discs(file: Path, seed: int, images: int) -> Path:
     """Write images of bright discs beside COCO's file of them, with their outlines."""
     rng = np.random.default_rng(seed)
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": [{"id": 3, "name": "disc"}]}
-    rows, columns = np.mgrid[:SIDE, :SIDE]
     turns = np.linspace(0, 2 * np.pi, 17)[:-1]
     for i in range(images):
-        pixels, (x, y), radius = rng.integers(60, 120, (SIDE, SIDE, 3), dtype=np.uint8), rng.integers(20, 28, 2), 18
+        width, height = SIZES[i % len(SIZES)]
+        rows, columns = np.mgrid[:height, :width]
+        pixels, radius = rng.integers(60, 120, (height, width, 3), dtype=np.uint8), 18
+        x, y = rng.integers(20, (width - 20, height - 20))
         pixels[(rows - y) ** 2 + (columns - x) ** 2 < radius**2] = 230
         name = f"{file.stem}-{i}.png"
         Image.fromarray(pixels).save(file.with_name(name))
-        content["images"].append({"id": i, "file_name": name, "width": SIDE, "height": SIDE})
+        content["images"].append({"id": i, "file_name": name, "width": width, "height": height})
         corners = np.stack([x + radius * np.cos(turns), y + radius * np.sin(turns)], 1).flatten().tolist()
         box = [float(x - radius), float(y - radius), 2.0 * radius, 2.0 * radius]
         entry = {"id": i + 1, "image_id": i, "category_id": 3, "bbox": box, "iscrowd": 0}

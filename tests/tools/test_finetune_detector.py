@@ -1,6 +1,7 @@
 """The detection tool end to end on tiny runs of torchvision's detectors, and what it refuses."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 pytest.importorskip("torchvision")
 
@@ -16,8 +18,11 @@ from helpers import own
 from helpers.own_detectors import detector, masks, write_discs
 from helpers.programs import call, refused
 from helpers.refusals import assert_refused
-from metricopt_ext.detection.build import build_toolkit
+from metricopt_ext.detection.build import build_metric, build_toolkit
+from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.config import DetectionConfig
+from metricopt_ext.detection.metric import detector_metric
+from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.tools import evaluate_ap50
@@ -75,7 +80,6 @@ class TestDetector(FinetuneTester):
     config: ClassVar = {
         "model": {"name": "helpers.own_detectors:detector", "folder": own.FOLDER, "steps": 20, "lr": 0.02},
         "adapter": {"dim": 4, "placement": "backbone", "keep_gib": 0},
-        "metric": {"definition": "coco"},
         "guard": {"confidence": 0.5},
         "batch_size": 2,
         **SMALL,
@@ -109,30 +113,49 @@ class TestDetector(FinetuneTester):
         model.load_state_dict(state)
         return found_by(model, Path(self.config["data"]["test"]), "bbox")
 
-    def test_the_kept_detector_is_judged_alike_by_evaluate_ap50(self, finished: Path, tmp_path: Path) -> None:
-        words = [
-            *self.words(tmp_path / "ap50")[:2],
-            "--annotations",
-            self.config["data"]["test"],
-            "--definition",
-            "coco",
-        ]
-        weights = (
-            "--images-dir",
-            Path(self.config["data"]["test"]).parent,
-            "--weights",
-            finished / "seed-0" / self.kept,
-        )
-        call(evaluate_ap50, *words, *weights, "--output-dir", tmp_path / "ap50")
-        (expected,) = report_of(finished)["methods"]["metricopt"]["test"]
-        assert report_of(tmp_path / "ap50")["ap50"]["coco"]["mean"] == pytest.approx(expected, abs=1e-9)
+    def test_a_detector_has_one_ap50(self, finished: Path, tmp_path: Path) -> None:
+        """As it began and as it was kept, by both tools and by pycocotools, of one picture at a time."""
+        methods, test = report_of(finished)["methods"], Path(self.config["data"]["test"])
+        for method, kept in (("pretrained", "model.safetensors"), ("metricopt", self.kept)):
+            file = finished / "seed-0" / kept
+            state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+            ways = [*methods[method]["test"], self.judge(state, finished)]
+            ways.append(evaluated(tmp_path / method, test, *self.words(tmp_path / "run")[:2], "--weights", file))
+            assert 0 < min(ways) == pytest.approx(max(ways), abs=1e-9)
+
+
+def evaluated(folder: Path, test: Path, *words: object) -> float:
+    """Return the AP50 by evaluate_ap50 of COCO's definition, of images beside their file."""
+    data = ("--annotations", test, "--images-dir", test.parent, "--definition", "coco")
+    call(evaluate_ap50, *words, *data, "--output-dir", folder)
+    return float(report_of(folder)["ap50"]["coco"]["mean"])
+
+
+def test_pictures_of_several_sizes_are_judged_as_one_at_a_time(tmp_path: Path) -> None:
+    """They see nothing of each other, not even as padding."""
+    test = write_discs(tmp_path / "test.json", 2, 12)
+    own_detector = {"name": "helpers.own_detectors:detector", "folder": own.FOLDER}
+    config = {"data": {"name": "coco", "root": "."}, "model": own_detector, "device": "cpu"}
+    (tmp_path / "mine.yaml").write_text(json.dumps(config))
+    toolkit = build_toolkit(load_config(DetectionConfig, tmp_path / "mine.yaml"))
+    model = toolkit.build(1, seed=0)
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    words = ("--config-file", tmp_path / "mine.yaml", "--weights", tmp_path / "mine.pth")
+    with torch.no_grad():
+        expected = found_by(model, test, "bbox")
+    assert 0 < expected == pytest.approx(evaluated(tmp_path / "out", test, *words), abs=1e-9)
+    examples = load_examples(read_coco(test, tmp_path))
+    metric = build_metric(DetectionConfig().metric)  # COCO's definition unless another is named
+    cost = detector_metric(metric, toolkit, examples, ("disc",), ()).cost(model, "test")
+    assert 1 - cost == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.slow
 def test_a_detector_of_masks_is_tuned_for_their_ap(tmp_path: Path) -> None:
-    config, data = tmp_path / "mine.yaml", discs(tmp_path)
+    (tmp_path / "discs").mkdir()
+    config, data = tmp_path / "mine.yaml", discs(tmp_path / "discs")
     model = {**TestDetector.config["model"], "name": "helpers.own_detectors:masks"}
-    metric = {"name": "segm/AP", "definition": "coco", "also": ["AP50"]}
+    metric = {"name": "segm/AP", "also": ["AP50"]}
     config.write_text(json.dumps({**TestDetector.config, "data": data, "model": model, "metric": metric}))
     run = ["--config-file", config, "--output-dir"]
     call(tool, *run, tmp_path / "run")
@@ -183,6 +206,19 @@ def test_detectron2_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch
     assert message.startswith("toolkit=detectron2 needs Detectron2, which is installed from source (")
     assert "--toolkit torchvision works without it, with its own config file" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_help_is_shown_where_detectron2_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "detectron2", None)
+    for word in ("--help", "-h"):
+        monkeypatch.setattr(sys, "argv", ["train_detector.py", word])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "tools" / "train_detector.py"), run_name="__main__")
+        assert not caught.value.code
+        said = capsys.readouterr().out
+        assert all(each in said for each in ("--search", "--eval-only", "Detectron2"))
 
 
 @pytest.mark.slow
