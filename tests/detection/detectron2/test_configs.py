@@ -16,14 +16,19 @@ import torch
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
+from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import LazyConfig, instantiate
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.data.datasets import register_coco_instances
 from detectron2.engine import SimpleTrainer, hooks
+from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.solver import LRMultiplier
 from detectron2.utils.logger import setup_logger
 
 import metricopt_ext as mo
+from helpers.own_detectors import write_discs
+from helpers.programs import call
 from metricopt_ext.detection.detectron2.config import ScenesNode, metricopt_settings, read_config
 from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.detection.detectron2.registered import ENTRY
@@ -32,6 +37,7 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tools import evaluate_ap50, finetune_detector
 
 pytestmark = pytest.mark.detectron2
 
@@ -217,6 +223,67 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
         tool("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", out / "model_merged.pth")
     with pytest.raises(SystemExit, match="2"):
         tool("--eval-only", *options)
+
+
+RETINANET = """
+MODEL:
+  META_ARCHITECTURE: RetinaNet
+  BACKBONE: {NAME: build_retinanet_resnet_fpn_backbone}
+  RESNETS: {OUT_FEATURES: [res3, res4, res5]}
+  ANCHOR_GENERATOR:
+    SIZES: !!python/object/apply:eval ["[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [8, 16, 32, 64, 128 ]]"]
+  FPN: {IN_FEATURES: [res3, res4, res5]}
+  RETINANET: {NUM_CLASSES: 1, SCORE_THRESH_TEST: 0.0}
+"""  # as Detectron2's own Base-RetinaNet.yaml has it, but for sizes
+RCNN = """
+MODEL:
+  ROI_HEADS: {NUM_CLASSES: 1, SCORE_THRESH_TEST: 0.0}
+  RPN: {POST_NMS_TOPK_TEST: 300}
+TEST: {DETECTIONS_PER_IMAGE: 100}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rcnn", "retinanet"])
+def test_a_detector_has_one_ap50(kind: str, tool: Any, catalog: Any, tiny_config: Any, tmp_path: Path) -> None:
+    """By each of our tools and by Detectron2's evaluator and loader, which show it one picture at a time."""
+    (tmp_path / "data").mkdir()
+    file, data = tmp_path / "all.yaml", tmp_path / "data"
+    parts = {part: write_discs(data / f"{part}.json", seed, 6) for seed, part in enumerate(("train", "val", "test"))}
+    (tmp_path / "base.yaml").write_text(tiny_config("fpn", "BN").dump())
+    file.write_text(f"_BASE_: base.yaml\n{RETINANET if kind == 'retinanet' else RCNN}")
+    own = [f"data.{part}={path}" for part, path in parts.items()]
+    always = ("--config-file", file, "--num-gpus", 0)
+    tool(*always, "OUTPUT_DIR", tmp_path / "out", "SOLVER.BASE_LR", 0.01, own[0])
+    trained = ("MODEL.WEIGHTS", tmp_path / "out" / "model_final.pth")
+    tool(*always, "--search", *trained, "OUTPUT_DIR", tmp_path / "found", "METRICOPT.SEARCH.QUERIES", 7, *own[:2])
+    weights = tmp_path / "found" / "model_merged.pth"
+    tool(*always, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", tmp_path / "judged", own[2])
+    ways = [json.loads((tmp_path / "judged" / "results.json").read_text())["own_test"]["bbox"]["AP50"] / 100]
+
+    cfg = read_config(file)
+    model = build_model(cfg).eval()
+    DetectionCheckpointer(model).load(str(weights))
+    register_coco_instances("stock_test", {}, str(parts["test"]), str(data))
+    loader = build_detection_test_loader(cfg, "stock_test", mapper=DatasetMapper(cfg, is_train=False))
+    evaluator = COCOEvaluator("stock_test", ("bbox",), False, str(tmp_path / "stock"))
+    ways.append(inference_on_dataset(model, loader, evaluator)["bbox"]["AP50"] / 100)
+
+    model_there = {"config_file": str(file), "opts": ["MODEL.WEIGHTS", str(weights)], "steps": 0}
+    layers = ["head.*"] if kind == "retinanet" else ["roi_heads.box_head.*"]
+    content = {
+        **{"toolkit": "detectron2", "model": model_there, "adapter": {"layers": layers, "dim": 3}, "device": "cpu"},
+        **{"data": {"name": "coco", **{part: str(path) for part, path in parts.items()}}, "methods": []},
+        **{"queries": 12, "seeds": 1, "workers": 1, "finetune": {"steps": 2}, "best_evals": 2, "batch_size": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
+    words, run = ("--config-file", tmp_path / "run.yaml"), tmp_path / "run"
+    call(finetune_detector, *words, "--output-dir", run)
+    ways += json.loads((run / "report.json").read_text())["methods"]["pretrained"]["test"]
+    judged = ("--annotations", parts["test"], "--images-dir", data, "--output-dir", run, "--weights", weights)
+    call(evaluate_ap50, *words, *judged)
+    ways.append(json.loads((run / "report.json").read_text())["ap50"]["coco"]["mean"])
+    assert 0 < min(ways) == pytest.approx(max(ways), abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ import torch
 
 pytest.importorskip("detectron2", reason="needs Detectron2, installed from source")
 
+from detectron2.data import DatasetMapper, build_detection_test_loader
 from detectron2.modeling import build_model
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.detection.detectron2.datasets import register
 from metricopt_ext.detection.detectron2.placements import PLACEMENTS, film_layers
-from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
+from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit, detections_of
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.errors import ConfigError
@@ -78,7 +81,64 @@ def test_placements(kind: str, tiny_config: Any) -> None:
         assert counts == {"backbone": 42, "early": 11, "last_stage": 19, "roi_head": 10, "predictor": 2, "all": 55}
 
 
-def test_a_mask_head_is_refused_for_want_of_masks(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
-    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", "MODEL.MASK_ON", True))
-    with pytest.raises(ConfigError, match=r"MODEL\.MASK_ON.*images have boxes alone"):
+@pytest.mark.parametrize("key", ["MASK_ON", "KEYPOINT_ON"])
+def test_heads_are_refused_for_want_of_what_they_learn(
+    key: str, tiny_config: Any, squares: Callable[..., DetectionSet]
+) -> None:
+    toolkit = Detectron2Toolkit(tiny_config("fpn", "BN", f"MODEL.{key}", True))
+    with pytest.raises(ConfigError, match=rf"MODEL\.{key}.*images have boxes alone"):
         toolkit.loss(toolkit.build(2, seed=0), examples(squares(1)))
+
+
+RETINANET = ("MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.BACKBONE.NAME", "build_retinanet_resnet_fpn_backbone")
+LEVELS = (
+    *("MODEL.RESNETS.OUT_FEATURES", ["res3", "res4", "res5"], "MODEL.FPN.IN_FEATURES", ["res3", "res4", "res5"]),
+    *("MODEL.RETINANET.SCORE_THRESH_TEST", 0.0),
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("INPUT.FORMAT", "RGB"),
+        ("INPUT.FORMAT", "BGR"),
+        ("INPUT.FORMAT", "RGB", "MODEL.PIXEL_MEAN", [123.7, 116.3, 103.5], "MODEL.PIXEL_STD", [58.4, 57.1, 57.4]),
+        ("INPUT.MIN_SIZE_TEST", 0),
+        ("INPUT.MIN_SIZE_TEST", 96, "INPUT.MAX_SIZE_TEST", 100),
+        ("TEST.DETECTIONS_PER_IMAGE", 7),
+        ("MODEL.MASK_ON", True),
+        (*RETINANET, *LEVELS),
+    ],
+)
+def test_what_the_config_says_of_inputs_is_obeyed_as_by_detectron2(
+    options: Any, tiny_config: Any, catalog: Any, squares: Callable[..., DetectionSet]
+) -> None:
+    """A new detector is of the data's classes, and finds in pictures what Detectron2's own loader has it find."""
+    cfg = tiny_config("fpn", "BN", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, *options)
+    toolkit, data = Detectron2Toolkit(cfg), DetectionSet(("red", "green"), [])
+    for seed, (width, height) in enumerate(((80, 64), (64, 90))):
+        data.images.extend(squares(1, width=width, height=height, seed=seed).images)  # type: ignore[attr-defined]
+    model = toolkit.build(2, seed=1).eval()
+    register("own", data)
+    loader = build_detection_test_loader(cfg, "own", mapper=DatasetMapper(cfg, is_train=False))
+    found = [toolkit.detect(model, [each])[0] for each in examples(data)]
+    with torch.no_grad():
+        stock = [detections_of(output["instances"]) for batch in loader for output in model(batch)]
+    for ours, expected in zip(found, stock, strict=True):
+        assert len(ours) > 0
+        assert torch.equal(ours.boxes, expected.boxes)
+        assert torch.equal(ours.scores, expected.scores)
+        assert {*ours.labels.tolist()} <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (("INPUT.FORMAT", "L"), ["INPUT.FORMAT", "'L'", "BGR"]),
+        (("INPUT.FORMAT", "rgb"), ["INPUT.FORMAT", "'rgb'", "RGB"]),
+        (("INPUT.FORMAT", "YUV-BT.601"), ["INPUT.FORMAT", "YUV-BT.601"]),
+        (("TEST.AUG.ENABLED", True), ["TEST.AUG.ENABLED", "False"]),
+    ],
+)
+def test_what_is_not_obeyed_is_refused(options: Any, names: list[str], tiny_config: Any) -> None:
+    assert_refused(lambda: Detectron2Toolkit(tiny_config("fpn", "BN", *options)), ConfigError, *names)
