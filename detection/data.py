@@ -1,6 +1,7 @@
 """The three parts of the data: what the loss sees, what the metric sees, and what the result is reported on."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def with_classes(data: DetectionSet, classes: Sequence[str]) -> DetectionSet:
         return data
     images = [replace(image, labels=renumbered(image.labels, data.classes, classes)) for image in data.images]
     return DetectionSet(tuple(classes), images)
+
+
+def trained_classes(config: DetectionConfig) -> tuple[str, ...]:
+    """Return the classes in train's order, in which a detector counts them; none where train's files are not there."""
+    data = config.data
+    if isinstance(data, FilesConfig) and (data.train or data.root):
+        with suppress(DataError):
+            part = part_at(Path(data.train), data.name) if data.train else _found(data)["train"]
+            return part.read(images=False).classes
+    return ()
 
 
 def files_of(part: DetectionSet) -> list[Path]:

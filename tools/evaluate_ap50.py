@@ -166,9 +166,9 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     from metricopt_ext.detection.build import build_toolkit, with_outputs_of
     from metricopt_ext.detection.coco import category_ids_of
     from metricopt_ext.detection.config import DetectionConfig
+    from metricopt_ext.detection.data import trained_classes, with_classes
     from metricopt_ext.detection.evaluated_files import read_annotations
-    from metricopt_ext.detection.metric import batches_of_one_size
-    from metricopt_ext.detection.records import DetectionSet
+    from metricopt_ext.detection.metric import detect_all, truth_of
     from metricopt_ext.detection.tables import FoundTable, TruthTable
     from metricopt_ext.detection.task import load_examples
     from metricopt_ext.utils.config import load_config
@@ -180,6 +180,8 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     if classes is None and arguments.images_dir is None:
         classes = getattr(config.data, "classes", None) or None
     truth = read_annotations(arguments, classes, images=True)
+    if classes is None and {*truth.classes} <= {*(trained := trained_classes(config))}:
+        truth = with_classes(truth, trained)  # as the detector counts them, in whose order a file need not be
     config.model.entry = arguments.entry or config.model.entry
     weights = config.model.weights = str(arguments.weights or config.model.weights)
     own = config.toolkit == "transformers" and has_weights(config.model.name)
@@ -196,14 +198,9 @@ def detect(arguments: argparse.Namespace) -> "tuple[FoundTable, TruthTable, dict
     model.to(choose_device(config.device)).eval()
     if arguments.adapter is not None:
         load_adapter(model, arguments.adapter)
-    found: dict[int, Any] = {}
-    images: dict[int, Any] = {}
-    for places in batches_of_one_size(truth.images):  # to keep few images in memory
-        examples = load_examples(truth.subset(places), config.data.size or None)
-        found.update(zip(places, toolkit.detect(model, examples), strict=True))
-        images.update(zip(places, [example.truth for example in examples], strict=True))
-    judged = TruthTable.of(DetectionSet(truth.classes, [images[place] for place in range(len(truth))]))
-    return FoundTable.of([found[place] for place in range(len(truth))]), judged, toolkit.inference(model)
+    examples = load_examples(truth, config.data.size or None, stream=True)
+    found = FoundTable.of(detect_all(toolkit, model, examples))
+    return found, TruthTable.of(truth_of(examples, truth.classes)), toolkit.inference(model)
 
 
 if __name__ == "__main__":

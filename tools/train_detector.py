@@ -27,6 +27,7 @@ import argparse
 import re
 import sys
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +188,12 @@ def in_one_line(message: str) -> str | None:
 
     None if it is not an error that a user can fix.
     """
-    if "Traceback (most recent call last)" in message:
-        *_, last = re.finditer(r"^([\w.]+)(?:: |$)", message, re.MULTILINE)  # an error may have no message
-        if not last[1].startswith(("metricopt_ext.errors.", "FloatingPointError", "OSError", "FileNotFoundError")):
+    _, child, trace = message.rpartition("Traceback (most recent call last):\n")
+    if child:
+        raised = dropwhile(lambda line: line[:1].isspace(), trace.splitlines())
+        kind, _, message = "\n".join(raised).partition(": ")  # an error may have no message
+        if not kind.startswith(("metricopt_ext.errors.", "FloatingPointError", "OSError", "FileNotFoundError")):
             return None
-        message = message[last.end() :]
     return " ".join(message.split())
 
 

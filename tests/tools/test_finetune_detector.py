@@ -131,6 +131,35 @@ def evaluated(folder: Path, test: Path, *words: object) -> float:
     return float(report_of(folder)["ap50"]["coco"]["mean"])
 
 
+@pytest.mark.parametrize("named", [("disc", "ring"), ("ring", "disc"), ("disc",), ("ring", "disc", "square")])
+def test_classes_are_those_that_the_detector_was_trained_on_in_its_order(named: Any, tmp_path: Path) -> None:
+    """Whatever numbers the file that it is judged by gives them."""
+    (tmp_path / "test").mkdir()
+    train, test = write_discs(tmp_path / "train.json", 0, 1), write_discs(tmp_path / "test" / "test.json", 2, 6)
+    for file, names in ((train, ("disc", "ring")), (test, named)):
+        content = json.loads(file.read_text())
+        content["categories"] = [{"id": 5 + 2 * i, "name": name} for i, name in enumerate(names)]
+        for each in content["annotations"]:
+            each["category_id"] = 5 + 2 * names.index("disc")
+        file.write_text(json.dumps(content))
+    own_detector = {"name": "helpers.own_detectors:detector", "folder": own.FOLDER}
+    data = {"name": "coco", "train": str(train), "val": str(test)}
+    (tmp_path / "mine.yaml").write_text(json.dumps({"data": data, "model": own_detector, "device": "cpu"}))
+    model = build_toolkit(load_config(DetectionConfig, tmp_path / "mine.yaml")).build(2, seed=0)
+    with torch.no_grad():  # what it finds of the other class is far from any disc
+        model.roi_heads.box_predictor.cls_score.bias[2] = -9
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    words = ("--config-file", tmp_path / "mine.yaml", "--weights", tmp_path / "mine.pth")
+    if "square" in named:  # of which the detector knows nothing
+        with pytest.raises(SystemExit, match="error: .*mine.pth"):
+            evaluated(tmp_path / "out", test, *words)
+        return
+    value = evaluated(tmp_path / "out", test, *words)
+    found = report_of(tmp_path / "out")["detections"]
+    assert value > 0
+    assert found["disc"] > found.get("ring", 0)
+
+
 def test_pictures_of_several_sizes_are_judged_as_one_at_a_time(tmp_path: Path) -> None:
     """They see nothing of each other, not even as padding."""
     test = write_discs(tmp_path / "test.json", 2, 12)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("detectron2", reason="needs Detectron2, installed from sourc
 
 from detectron2.config import CfgNode, get_cfg
 
+from helpers.refusals import assert_refused
 from metricopt_ext.detection.detectron2.config import (
     Settings,
     add_metricopt_config,
@@ -65,6 +67,52 @@ def test_impossible_settings(options: list[Any], message: str, tiny_config: Any)
     first, *others = options
     with pytest.raises(MetricOptError, match=message):
         MetricOptTrainer.build_model(tiny_config("fpn", "BN", f"METRICOPT.{first}", *others))
+
+
+EVAL = "MODEL:\n  ANCHOR_GENERATOR:\n    SIZES: !!python/object/apply:eval [{}]\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[x, x * 2**(1.0/3), x * 2**(2.0/3) ] for x in [32, 64, 128, 256, 512 ]]",  # Detectron2's own
+        "[[x] for x in (16, 32, 64)]",
+        "[[x * y for y in [1, 1.5]] for x in [8 + 8, 2**5, 128 / 2]]",
+        "[[32, 64], [2.5]]",
+    ],
+)
+def test_lists_that_a_yaml_computes_are_read_as_by_detectron2(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "retina.yaml"
+    file.write_text(EVAL.format(f'"{text}"'))
+    (tmp_path / "mine.yaml").write_text("_BASE_: retina.yaml\n")
+    own = get_cfg()
+    own.merge_from_file(str(file), allow_unsafe=True)
+    for each in (file, tmp_path / "mine.yaml"):
+        read = read_config(each).MODEL.ANCHOR_GENERATOR.SIZES
+        assert read == own.MODEL.ANCHOR_GENERATOR.SIZES
+        assert f"SIZES: {read}  # config file" in show_config(each)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('touch ran')",
+        "open('ran', 'w')",
+        "[[x for x in range(9)]]",
+        "[[9 ** 9 ** 9 ** 9]]",
+        "[[x] for x in [1, 0] if 1 / x]",
+        "[[1 / 0]]",
+        "[[2] * 10 ** 9]",
+        "[[x.real] for x in [1]]",
+        "[[",
+    ],
+)
+def test_what_else_a_yaml_would_run_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(EVAL.format(f'"{text}"'))
+    for read in (read_config, show_config):
+        assert_refused(partial(read, "mine.yaml"), ConfigError, "mine.yaml", "config.yaml", "OUTPUT_DIR")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def test_unknown_keys_are_refused(tmp_path: Path) -> None:

@@ -272,9 +272,18 @@ def test_a_detector_has_one_ap50(kind: str, tool: Any, catalog: Any, tiny_config
     model_there = {"config_file": str(file), "opts": ["MODEL.WEIGHTS", str(weights)], "steps": 0}
     layers = ["head.*"] if kind == "retinanet" else ["roi_heads.box_head.*"]
     content = {
-        **{"toolkit": "detectron2", "model": model_there, "adapter": {"layers": layers, "dim": 3}, "device": "cpu"},
-        **{"data": {"name": "coco", **{part: str(path) for part, path in parts.items()}}, "methods": []},
-        **{"queries": 12, "seeds": 1, "workers": 1, "finetune": {"steps": 2}, "best_evals": 2, "batch_size": 2},
+        "toolkit": "detectron2",
+        "model": model_there,
+        "adapter": {"layers": layers, "dim": 3},
+        "device": "cpu",
+        "data": {"name": "coco", **{part: str(path) for part, path in parts.items()}},
+        "methods": [],
+        "queries": 12,
+        "seeds": 1,
+        "workers": 1,
+        "finetune": {"steps": 2},
+        "best_evals": 2,
+        "batch_size": 2,
     }
     (tmp_path / "run.yaml").write_text(json.dumps(content))
     words, run = ("--config-file", tmp_path / "run.yaml"), tmp_path / "run"
@@ -356,6 +365,20 @@ def test_tool_does_not_write_over_the_detector(
         file.touch()
         with pytest.raises(SystemExit, match=message):
             tool("--config-file", tmp_path / "all.yaml", "--num-gpus", 0, "MODEL.WEIGHTS", file, "DATASETS.TEST", "()")
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("metricopt_ext.errors.DataError: none.json is\nmissing", "none.json is missing"),
+        ("OSError: [Errno 28] No space left on device", "[Errno 28] No space left on device"),
+        ("AssertionError", None),  # an error without a message
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory", None),
+    ],
+)
+def test_an_error_of_another_process_is_told_by_its_last_line(last: str, said: str | None, tool: Any) -> None:
+    traceback = f"-- Process 1 terminated:\nTraceback (most recent call last):\n  File 'a.py', line 1\n{last}\n"
+    assert tool.module.in_one_line(traceback) == said
 
 
 def test_tool_without_detectron2(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from detectron2.data.datasets import register_pascal_voc
 from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import Boxes, BoxMode, Instances, RotatedBoxes
 
+from helpers.refusals import assert_refused
 from metricopt_ext.detection.ap50 import average_precision
 from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.datasets import (
@@ -130,6 +132,25 @@ def test_sets_must_fit_the_detector_and_each_other(tiny_config: Any, squares: Ca
         check_sets(cfg, ["one"], ["two"])
     retina = tiny_config("fpn", "BN", "MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.RETINANET.NUM_CLASSES", 1)
     check_sets(retina, [], ["single"])
+
+
+def test_phi_is_not_tuned_on_what_is_trained_on(tiny_config: Any, squares: Callable[..., DetectionSet]) -> None:
+    """Whatever the sets are called; images of both are counted."""
+    data = squares(4)
+    both = DetectionSet(data.classes, [*data.images[:1], *squares(2, seed=1).images])
+    sets = {"one": data, "again": data, "part": data.subset([2, 0]), "both": both, "apart": squares(3, seed=2)}
+    for name, each in sets.items():
+        register(name, each)
+    for name in ("one", "again", "part"):
+        cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", name)
+        names = ("METRICOPT.METRIC.SET", name, "DATASETS.TRAIN")
+        assert_refused(partial(check_sets, cfg, ["one"], [name]), ConfigError, *names)
+        check_sets(cfg, [], [name])  # as it is evaluated
+    with pytest.warns(UserWarning, match="1 of 3 images of both"):
+        check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "both"), ["one"], ["both"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "apart"), ["one"], ["apart", "one"])
 
 
 def outlying(data: DetectionSet) -> DetectionSet:
