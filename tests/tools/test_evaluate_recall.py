@@ -315,3 +315,45 @@ def test_names_and_numbers_are_not_compared(folder: Path) -> None:
         SystemExit,
         "a_labels.npy",
     )
+
+
+PARTS = """
+import torch
+from sklearn.datasets import load_digits
+
+def parts():
+    digits, generator = load_digits(), torch.Generator().manual_seed(0)
+    y = torch.tensor(digits.target)
+    x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    x = (x + 0.15 * torch.randn(x.shape, generator=generator)).clamp(0, 1)
+    of = lambda *classes: (x[torch.isin(y, torch.tensor(classes))], y[torch.isin(y, torch.tensor(classes))])
+    images, labels = of(7, 8, 9)
+    test = {"query": (images[:200], labels[:200]), "gallery": (images[200:], labels[200:])}
+    return {"train": of(0, 1, 2, 3), "validation": of(4, 5, 6), "test": test}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "data",
+    [["shift.kind=image", "data.test_classes=[2,5,7]"], ["data.name=noisy:parts", "shift.kind=none"]],
+    ids=["digits", "queries and a gallery"],
+)
+def test_a_run_with_settings_has_one_number(data: list[str], tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(PARTS)
+    small = ["model.epochs=4", "model.width=8", "model.embedding=16", "adapter.dim=3", "queries=24", "seeds=1"]
+    own = [f"data.folder={tmp_path}", "data.last_test=false"] if "noisy" in data[0] else []
+    settings = ["methods=[settings]", "workers=1", "device=cpu", "metric.ks=[1,2,4]", *small, *data, *own]
+    config = load_config(RetrievalConfig, TOOLS.parent / "configs" / "retrieval" / "digits.yaml", settings)
+    run_and_report(RetrievalExperiment, config, tmp_path / "run", resume=False)
+    assert (tmp_path / "run" / "seed-0" / "inference.yaml").exists()  # a whitening was kept
+    methods = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
+    curves = json.loads((tmp_path / "run" / "seed-0" / "recalls.json").read_text())
+    places = [curves["ks"].index(k) for k in (1, 2, 4)]
+    for part in ("test", "validation"):
+        rows = evaluate(tmp_path, "--run-dir", "run", "--part", part, "--ks", "1", "2", "4")["galleries"]
+        for row, method in zip(rows, ("pretrained", "metricopt"), strict=True):
+            assert row["mean"] == pytest.approx(methods[method][part][0], abs=1e-6)
+            if part == "test":
+                assert np.mean([curves[method][place] for place in places]) == pytest.approx(row["mean"], abs=1e-6)
+    assert methods["metricopt"]["test"][0] != methods["pretrained"]["test"][0]
