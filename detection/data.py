@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.data.own_parts import digests_of_files, renumbered, same_classes, warn_of_shared
+from metricopt_ext.data.reading import warn_of_near_names
 from metricopt_ext.data.splits import PARTS
 from metricopt_ext.detection.coco import category_ids_of
 from metricopt_ext.detection.config import DATA, SPLITS, DetectionConfig, FilesConfig, VOCConfig
@@ -59,6 +60,7 @@ def load_splits(config: DetectionConfig, seed: int, folder: Path) -> DetectionSp
     """
     read, found = _read(config, seed, folder)
     classes = same_classes({name: part.classes for name, part in read.items()})
+    warn_of_near_names("classes", classes)
     limits = config.data.images if config.data.name != "scenes" else [0, 0, 0]
     drawn = [
         _drawn(with_classes(read[name], classes), limit, seed, name) for name, limit in zip(PARTS, limits, strict=True)

@@ -13,6 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
 from detectron2.structures import BoxMode
 
+from metricopt_ext.data.own_parts import digests_of_files
 from metricopt_ext.detection.box_kinds import check_annotated
 from metricopt_ext.detection.boxes_outside import warn_of_boxes
 from metricopt_ext.detection.detectron2.coco_shapes import CocoShapes
@@ -186,14 +187,16 @@ def classes_of(name: str) -> tuple[str, ...]:
 
 
 def _check_apart(trained: Sequence[str], judged: str) -> None:
-    """Refuse that phi is tuned on what the detector was trained on, and name images of both.
+    """Refuse that phi is tuned on what the detector was trained on, and count images of both, by name and content.
 
     Raises:
         ConfigError: All images of the set to judge are trained on.
     """
-    known = {each.get("file_name") for name in trained for each in records_of(name)} - {None}
-    images = records_of(judged)
-    both = sum(each.get("file_name") in known for each in images)
+    images, train = records_of(judged), [each for name in trained for each in records_of(name)]
+    files, own = ([Path(each["file_name"]) for each in records if "file_name" in each] for records in (train, images))
+    digests = digests_of_files({"train": files, "judged": own})
+    known = {*map(str, files), *digests["train"].values()}
+    both = sum(str(file) in known or digests["judged"].get(str(file)) in known for file in own)
     if both and both == len(images):
         raise ConfigError(
             f"METRICOPT.METRIC.SET {judged} has images of DATASETS.TRAIN alone; name a set that is not trained on"

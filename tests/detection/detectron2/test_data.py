@@ -139,15 +139,23 @@ def test_phi_is_not_tuned_on_what_is_trained_on(tiny_config: Any, squares: Calla
     data = squares(4)
     both = DetectionSet(data.classes, [*data.images[:1], *squares(2, seed=1).images])
     sets = {"one": data, "again": data, "part": data.subset([2, 0]), "both": both, "apart": squares(3, seed=2)}
+    copied = [replace(each, path=each.path.with_name(f"copy-{i}.png")) for i, each in enumerate(data.images)]
+    for image, copy in zip(data.images, copied, strict=True):
+        copy.path.write_bytes(image.path.read_bytes())
+    sets |= {
+        "copied": DetectionSet(data.classes, copied),
+        "half": DetectionSet(data.classes, [copied[0], both.images[1]]),
+    }
     for name, each in sets.items():
         register(name, each)
-    for name in ("one", "again", "part"):
+    for name in ("one", "again", "part", "copied"):
         cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", name)
         names = ("METRICOPT.METRIC.SET", name, "DATASETS.TRAIN")
         assert_refused(partial(check_sets, cfg, ["one"], [name]), ConfigError, *names)
         check_sets(cfg, [], [name])  # as it is evaluated
-    with pytest.warns(UserWarning, match="1 of 3 images of both"):
-        check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "both"), ["one"], ["both"])
+    for name, count in (("both", 3), ("half", 2)):
+        with pytest.warns(UserWarning, match=f"1 of {count} images of {name}"):
+            check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", name), ["one"], [name])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "apart"), ["one"], ["apart", "one"])
@@ -260,7 +268,7 @@ def test_parts_of_ones_own_take_the_place_of_the_sets(
     with pytest.raises(DataError, match="nowhere"):
         register_parts(cfg)
     node.TRAIN, node.TEST = node.VAL, ""
-    with data_names(), pytest.warns(UserWarning, match=r"4 images in two parts, by content"):
+    with data_names(), pytest.warns(UserWarning, match="4 of 4 images of validation"):
         register_parts(cfg)
 
 
