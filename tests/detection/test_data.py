@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torchvision")
 
 from helpers.boxes import blank_examples
+from helpers.refusals import assert_warned
 from metricopt_ext.detection.config import DetectionConfig, VOCConfig
 from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.toolkit import Example
@@ -52,3 +53,16 @@ def test_images_are_drawn_by_the_seed_and_further_trees_join_train(tmp_path: Pat
     assert [len(part) for part in (first.train, first.validation, first.test)] == [4, 2, 4]
     assert set(ids(first.train)) <= set(ids(load_splits(config_of(tree), 0, tmp_path).train))
     assert ids(first.train) == ids(again.train) != ids(other.train)
+
+
+def test_images_of_another_part_are_counted_whatever_they_are_called(tmp_path: Path) -> None:
+    tree = voc_tree(tmp_path / "voc")
+    images = {file.stem: file for file in (tree / "JPEGImages").iterdir()}
+    for i in range(3):
+        images[f"b{i}"].write_bytes(images[f"a{i}"].read_bytes())
+    assert_warned(lambda: load_splits(config_of(tree), 0, tmp_path), "3 of 4 images of test", images["b0"].name)
+
+
+def test_classes_of_nearly_one_name_are_named(tmp_path: Path) -> None:
+    tree = voc_tree(tmp_path / "voc", ("Cat", "cat"))
+    assert_warned(lambda: load_splits(config_of(tree), 0, tmp_path), "'Cat'", "'cat'")
