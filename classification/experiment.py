@@ -64,7 +64,7 @@ from metricopt_ext.utils.seeding import generator
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
-LOOKED_AT = 100  # examples whose outputs are looked at, whether they are logits
+LOOKED_AT = 8  # examples whose outputs are looked at, whether they are logits
 SIBLING_BATCH = 100  # examples in a batch of a sibling method, an equal share of each class
 MOST_STRENGTHS = 101  # candidates for the strength of logit adjustment
 
@@ -120,12 +120,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             self._sibling_batches()
         if isinstance(config.loss, OwnLossConfig):
             try_loss(config, untrained(config, splits, seed), splits.train)
+        if ":" in config.model.name:  # the tools' own networks return logits
+            with evaluating(untrained(config, splits, seed)) as model:
+                refuse_probabilities(logits_of(predict(model, taken(splits.train.x, slice(LOOKED_AT)))))
         metric = self._metric
         model = classifier(config, splits, seed, self.folder, self.callback)
         adapter = attach(model, config, seed, splits.train.x)
-        if ":" in config.model.name:  # the tools' own networks return logits
-            with evaluating(model), torch.no_grad():
-                refuse_probabilities(logits_of(predict(model, taken(splits.train.x, slice(LOOKED_AT)))))
         task = FinetuneTask(
             adapter,
             loss=named_loss(config, target),

@@ -1,5 +1,6 @@
 """A search in one line of a training script of one's own: tune its model for its validation, and merge phi."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
@@ -13,12 +14,13 @@ from torch.utils.data import IterableDataset
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.wrappers import unwrapped
-from metricopt_ext.errors import ConfigError, DataError, MetricError
+from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.direction import direction
+from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
 from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
@@ -28,6 +30,7 @@ from metricopt_ext.utils.named import name_of
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
 
+OF_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 
@@ -100,6 +103,9 @@ def tune_model(
     drawn, device = loader_batches(loader), next(inner.parameters()).device
     name = name or name_of(metric)
     higher = direction(name, maximize)
+    replayed = ReplayedLoss(loss, training)
+    if isinstance(loss, OF_LOGITS):
+        replayed.warn_of_probabilities(inner, on_device(drawn(0, 0, 0), device))
     before = KeptModules(inner)
     try:
         adapter = attach(inner)
@@ -107,7 +113,7 @@ def tune_model(
         judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name)
         task = FinetuneTask(
             adapter,
-            loss=ReplayedLoss(loss, training),
+            loss=replayed,
             batches=lambda *place: on_device(drawn(*place), device),
             metric=judged,
             population=population,
@@ -165,6 +171,16 @@ class ReplayedLoss:
                     f"loss(model, batch) raised {brief(error)}; if loss is of outputs and targets,"
                     f" {_of_outputs('criterion')}"
                 ) from error
+
+    def warn_of_probabilities(self, model: nn.Module, batch: Any) -> None:
+        """Warn where a criterion of logits is given what a softmax or sigmoid made."""
+        with in_mode(model, training=False), seeded_streams(0, next(model.parameters()).device):
+            outputs = model(self._pair(batch)[0])
+        try:
+            if isinstance(outputs, Tensor):
+                refuse_probabilities(logits_of(outputs))
+        except AdapterError as error:
+            warnings.warn(f"loss is {type(self.loss).__name__}, which takes logits, but {error}", stacklevel=3)
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         """Return what a criterion is of: a batch's first part, the model's input, and its second.

@@ -1,5 +1,6 @@
 """The entropy of what a classifier predicts: a loss that needs neither labels nor training data."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import AdapterError
 
-# Rows of numbers from 0 to 1 whose sums differ from 1 by no more are probabilities, also of half precision. A single
-# column is taken for them only where it has so many rows, as a few weak logits may lie there by chance.
+# Rows of numbers from 0 to 1 whose sums differ from 1 by no more are probabilities, also of half precision. Others are
+# if a sigmoid or softmax made them. Where autograd does not tell, a single column is taken for them only with so many
+# rows, as a few weak logits may lie there by chance.
 PROBABILITIES, ROWS = 0.02, 20
+MOVES = re.compile("Alias|Cat|Clamp|Clone|Expand|Permute|Reshape|Select|Slice|Squeeze|T0|ToCopy|Transpose|Uns|View")
 
 
 def logits_of(output: Any, count: int | None = None) -> Tensor:
@@ -41,17 +44,21 @@ def logits_of(output: Any, count: int | None = None) -> Tensor:
 
 
 def refuse_probabilities(logits: Tensor) -> None:
-    """Refuse what must be probabilities, not logits, ``m x C``: rows that sum to 1, or all of one column in [0, 1].
+    """Refuse what must be probabilities, not logits, ``m x C``: rows that sum to 1, or what a sigmoid or softmax made.
 
     Raises:
         AdapterError: They are; the message has the remedy.
     """
     if not len(logits) or not bool(((logits >= 0) & (logits <= 1)).all()):
         return
-    sums = logits.double().sum(1)
-    if len(logits) >= ROWS if logits.shape[1] == 1 else bool(((sums - 1).abs() < PROBABILITIES).all()):
+    made = logits.grad_fn
+    while made is not None and MOVES.match(made.name()):
+        made = made.next_functions[0][0]
+    several = logits.shape[1] > 1
+    known = made.name().startswith(("Sigmoid", "Softmax")) if made is not None else not several and len(logits) >= ROWS
+    if known or (several and bool(((logits.double().sum(1) - 1).abs() < PROBABILITIES).all())):
         raise AdapterError(
-            f"the model returned numbers from {float(logits.min()):.3g} to {float(logits.max()):.3g}, which are"
+            f"the model returned numbers from {logits.min().item():.3g} to {logits.max().item():.3g}, which are"
             " probabilities; give a model that returns logits: leave its last softmax or sigmoid out"
         )
 

@@ -207,7 +207,7 @@ class FinetuneTask:
             raise ValueError(
                 f"inputs is {brief(inputs)}; it must be a list of batches, one at least, e.g. x.split(100)"
             )
-        with torch.no_grad(), seeded_streams(0, self.origin().device):
+        with torch.enable_grad(), seeded_streams(0, self.origin().device):  # which tells what made them
             refuse_probabilities(logits_of(self.adapter.model(inputs[0])))
 
     def probing(self) -> "FinetuneTask":

@@ -14,7 +14,7 @@ from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import AdapterError, ConfigError
 from metricopt_ext.tools import finetune_classifier as tool
 from metricopt_ext.utils.config import load_config
 
@@ -34,6 +34,16 @@ def focal(logits, labels, gamma=2.0):
     each = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none") if logits.dim() == 1 else (
         F.cross_entropy(logits, labels, reduction="none"))
     return ((1 - (-each).exp()) ** gamma * each).mean()
+
+class Ending(torch.nn.Sequential):
+    def __init__(self, last, count, inputs):
+        super().__init__(torch.nn.Linear(inputs, 4), torch.nn.LayerNorm(4), torch.nn.ReLU(), torch.nn.Linear(4, count))
+        self.append(last)
+
+def softmax(count, shape): return Ending(torch.nn.Softmax(1), count, *shape)
+def sigmoids(count, shape): return Ending(torch.nn.Sigmoid(), count, *shape)
+def one_sigmoid(count, shape): return Ending(torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Flatten(0)), 1, *shape)
+def log_softmax(count, shape): return Ending(torch.nn.LogSoftmax(1), count, *shape)
 
 def each(logits, labels): return F.cross_entropy(logits, labels, reduction="none")
 def constant(logits, labels): return torch.tensor(1.0)
@@ -91,3 +101,31 @@ def test_a_run_on_both_and_its_identity(folder: str, tmp_path: Path) -> None:
     bad = config_of(folder, "data.name=of_a_user:parts", "loss.name=of_a_user:each")
     assert_refused(lambda: tool.run(bad, tmp_path / "bad", resume=False), ConfigError, "of_a_user:each")
     assert not list((tmp_path / "bad").rglob("model.safetensors"))
+
+
+LABELS = ["data.kind=multilabel", "data.targets=[first,second]", "metric.name=macro_f1"]
+SMALL = ["queries=12", "model.epochs=1", "adapter.dim=2", "population=4", "finetune.steps=3", "seeds=1", "device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "refused"),
+    [
+        ("softmax", ["data.target=first", "data.drop=[second]"], True),
+        ("sigmoids", ["data.target=first", "data.drop=[second]"], True),
+        ("one_sigmoid", ["data.target=first", "data.drop=[second]"], True),
+        ("softmax", LABELS, True),
+        ("sigmoids", LABELS, True),
+        ("log_softmax", ["data.target=first", "data.drop=[second]"], False),  # log-probabilities are logits
+    ],
+)
+def test_an_own_model_returns_logits(name: str, target: list[str], refused: bool, folder: str, tmp_path: Path) -> None:
+    rows = [[*row, int(row[0] > 0), int(row[1] > 0)] for row in torch.randn(60, 4).tolist()]
+    (tmp_path / "rows.csv").write_text("\n".join(["a,b,c,d,first,second", *(",".join(map(str, row)) for row in rows)]))
+    data = ["data.name=csv", f"data.root={tmp_path / 'rows.csv'}", *target]
+    config = config_of(folder, f"model.name=of_a_user:{name}", *data, *SMALL)
+    call = lambda: tool.run(config, tmp_path / "run", resume=False)  # noqa: E731
+    if refused:
+        assert_refused(call, AdapterError, "probabilities", "softmax or sigmoid")
+        assert not list((tmp_path / "run").rglob("*.safetensors"))  # nothing was trained
+    else:
+        call()

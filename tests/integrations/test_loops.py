@@ -1,5 +1,6 @@
 """One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_named, assert_refused
+from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.integrations.loops import tune_model
 from metricopt_ext.runtime.progress import Callback
@@ -87,6 +88,19 @@ def test_a_criterion_of_outputs_and_targets() -> None:
     options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
     tune_model(other, LOADER, nn.CrossEntropyLoss(), likelihood, **options)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("last", "told"), [(nn.Softmax(1), True), (nn.Sigmoid(), True), (nn.LogSoftmax(1), False)])
+def test_a_criterion_of_logits_that_gets_probabilities_is_warned_of(last: nn.Module, told: bool) -> None:
+    model = nn.Sequential(*network(), last)
+    options = {"queries": 8, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=2)}
+    call = lambda: tune_model(model, LOADER, nn.CrossEntropyLoss(), likelihood, **options)  # noqa: E731
+    if told:
+        assert_warned(call, "CrossEntropyLoss", "probabilities")
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*probabilities")
+            call()
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:

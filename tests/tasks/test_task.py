@@ -412,3 +412,36 @@ def test_probabilities_are_refused_and_logits_are_not() -> None:
     for probabilities in (logits.softmax(1), logits.half().softmax(1), logits[:, :1].sigmoid()):
         assert_refused(lambda taken=probabilities: refuse_probabilities(taken), AdapterError)
     assert_refused(lambda: logits_of(torch.zeros(2, 3), 2), AdapterError, "3", "phi", "2")
+
+
+@pytest.mark.parametrize(
+    ("last", "refused"),
+    [
+        (lambda z: z.softmax(1), True),
+        (lambda z: z.sigmoid(), True),  # of labels, or of two classes
+        (lambda z: z[:, :1].sigmoid(), True),
+        (lambda z: z[:, 0].sigmoid().double(), True),
+        (lambda z: z.softmax(1)[:, 1], True),
+        (lambda z: F.log_softmax(z, 1), False),
+        (lambda z: 0.5 + 0.01 * z[:, 0], False),  # weak logits, as of a class that is little more frequent
+        (lambda z: 0.3 + 0.01 * z, False),
+    ],
+)
+def test_inputs_of_a_model_that_returns_probabilities(last: Any, refused: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.linear = nn.LayerNorm(3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = last(self.linear(self.norm(x)))
+            return found
+
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    metric = Metric(lambda model: 0.5, maximize=True)
+    make = lambda: FinetuneTask(attach_film(Model(), dim=2), metric=metric, inputs=[x])  # noqa: E731
+    if refused:
+        assert_refused(make, AdapterError, "probabilities", "logits")
+    else:
+        assert make().inputs is not None
