@@ -22,6 +22,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.classification.callable_metric import meaning_of
 from metricopt_ext.classification.offsets import target_line
 from metricopt_ext.classification.targets import Target, matching_offsets
 from metricopt_ext.data.halves import Halves, stratified_halves
@@ -32,10 +33,12 @@ from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.named import name_of
 from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
 
@@ -118,7 +121,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Raises:
         ValueError: From ``fit``, before training: there are fewer than two classes or too few rows, a number is out of
-            range, there is no such scorer or there are several, or X has missing numbers (put an imputer before it in a
+            range, there is no such scorer or there are several, or it is of what its function does not mean (classes in
+            place of scores, higher where lower is better), or X has missing numbers (put an imputer before it in a
             pipeline) or a feature whose values float32 can't tell apart.
         AdapterError: From ``fit``, before training: there are ``queries``, but no hidden layer to modulate.
         BudgetError: From ``fit``, before training: ``queries`` are too few for a search.
@@ -407,7 +411,22 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"scoring is {brief(scoring)}, of several metrics, and the search tunes one; name one of them, or give"
                 " a scorer(estimator, X, y) that makes one number of them"
             )
-        return check_scoring(self, scoring)
+        scorer = check_scoring(self, scoring)
+        function = getattr(scorer, "_score_func", scorer)  # what `make_scorer` was given
+        name, meaning = name_of(function), meaning_of(function)
+        lower = known_direction(name) is False
+        method = {"probabilities": "predict_proba", "logits": "decision_function"}.get(meaning, "predict")
+        if lower and function is scorer:
+            raise ValueError(
+                f"scoring is {name}, of which by its name lower is better, but of a scorer higher is; return its"
+                f" negative by a function of another name, such as neg_{name}"
+            )
+        if function is not scorer and (
+            (lower and scorer._sign > 0) or (method != "predict" and scorer._response_method == "predict")
+        ):
+            given = ", ".join([name, *(["greater_is_better=False"] if lower else []), f"response_method={method!r}"])
+            raise ValueError(f"scoring is {brief(scorer)}, but by its name it is to be make_scorer({given})")
+        return scorer
 
     def _name(self) -> str:
         """The scorer's name, without the address that a function's text has."""

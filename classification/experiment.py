@@ -16,7 +16,7 @@ from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.groups import groups_of, metric_halves, strata
-from metricopt_ext.classification.metrics import MetricSpec, check_positive
+from metricopt_ext.classification.metrics import MetricSpec, check_classes
 from metricopt_ext.classification.named_loss import named_loss, try_loss
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.offsets import (
@@ -91,10 +91,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         config.check_settings(("flip", "crops", "temperature"))
         shown = data if config.data.imbalance == 1 else f"long-tailed {data}"
         shown = shown if config.shift.kind == "none" else f"shifted {shown}"
-        arguments = ", ".join(f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items())
-        explained = arguments if ":" in config.metric.name else metric.description
+        arguments = [f"{name}={value}" for name, value in getattr(config.metric, "kwargs", {}).items()]
         title = f"{config.model.name} on {shown}"
-        return Subject(f"classification/{data}", title, metric.name, metric.maximize, explained)
+        return Subject(
+            f"classification/{data}", title, metric.name, metric.maximize, ", ".join([metric.description, *arguments])
+        )
 
     def prepare(self) -> tuple[FinetuneTask, Metric]:
         """Load the data, train the classifier or load it from the folder, and return the task and the test metric."""
@@ -109,8 +110,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             check_part(getattr(splits, name), target, name)
         also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
         if target.kind == "classes":
-            judged = {config.metric.name: self._metric, **also}
-            line = check_positive(judged, splits.class_names, config.data.positive)
+            line = check_classes([config.metric.name, *also], splits.class_names, config.data.positive)
             if line and seed == config.seed:
                 self.callback.say(line)
         for part in (splits.validation, splits.test):

@@ -319,40 +319,39 @@ METRICS: dict[str, MetricSpec] = {
 }
 
 
+SHOWN = 20  # classes that a line names
 # Those of which one of two classes is the positive one, so that they have another value if it is the other.
 OF_POSITIVE = frozenset({"f1", "jaccard", "aucpr"})
 # Names of two classes, in lower case, that say which of them is the positive one.
-TELLING = (
-    ("0", "1"),
-    ("-1", "1"),
-    ("false", "true"),
-    ("no", "yes"),
-    ("n", "y"),
-    ("negative", "positive"),
-    ("neg", "pos"),
-)
+TELLING = {
+    *(("0", "1"), ("0.0", "1.0"), ("-1", "1"), ("false", "true"), ("f", "t"), ("no", "yes"), ("n", "y")),
+    *(("negative", "positive"), ("neg", "pos")),
+}
 
 
-def check_positive(metrics: Mapping[str, MetricSpec], classes: Sequence[str], positive: str) -> str:
-    """Return a line on which of two classes is the positive one, where it matters and their names don't say it.
+def check_classes(metrics: Sequence[str], classes: Sequence[str], positive: str) -> str:
+    """Return a line on the order of the classes for metrics whose values depend on it, where their names don't say it.
 
     Args:
-        metrics: What is judged, by name.
+        metrics: What is judged, by a config's names.
         classes: The classes' names, in their order.
-        positive: The one that is set; empty if none is.
+        positive: The one that is set as the positive one of two; empty if none is.
 
     Raises:
-        ConfigError: A metric is of the positive class, and nothing tells which that is.
+        ConfigError: A metric is of the positive class of two, and nothing tells which that is.
     """
-    if positive or len(classes) != 2 or tuple(map(str.lower, classes)) in TELLING:
-        return ""
-    if concerned := [name for name in metrics if name in OF_POSITIVE]:
+    told = bool(positive) or len(classes) != 2 or tuple(map(str.lower, classes)) in TELLING
+    if not told and (concerned := [name for name in metrics if name in OF_POSITIVE]):
         raise ConfigError(
-            f"metric.name={concerned[0]} is of the positive class, and nothing tells whether that is {classes[0]!r} or"
+            f"metric {concerned[0]} is of the positive class, and nothing tells whether that is {classes[0]!r} or"
             f" {classes[1]!r}; set data.positive to its name"
         )
-    own = [name for name, each in metrics.items() if "function" in each.arguments]
-    return f"{own[0]} gets {classes[1]!r} as class 1, the positive one; data.positive names another" if own else ""
+    ordered = [name for name in metrics if name == "expected_cost" or ":" in name]
+    if not ordered or list(classes) == [*map(str, range(len(classes)))]:
+        return ""
+    shown = ", ".join(f"{number} {name!r}" for number, name in enumerate(classes[:SHOWN]))
+    more = ", ..." if len(classes) > SHOWN else "" if told else "; data.positive names another as class 1"
+    return f"{ordered[0]} has the classes in the order {shown}{more}"
 
 
 def expected_cost(costs: Matrix) -> MetricSpec:

@@ -115,8 +115,12 @@ class Adapter:
 
     @torch.no_grad()
     def set_phi(self, phi: Tensor) -> None:
-        """Copy ``phi``, ``d``, into the model."""
-        self.check_phi(phi)
+        """Copy ``phi``, ``d``, into the model.
+
+        Raises:
+            AdapterError: It is not ``d`` finite numbers.
+        """
+        self.check(Start(phi))
         self.phi.copy_(phi)
 
     def check_phi(self, phi: Tensor) -> None:

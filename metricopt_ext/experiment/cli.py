@@ -144,7 +144,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
             log=log,
         )
         check_alike(records)
-        report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict())
+        report = Report(subject.task, subject.metric, subject.maximize, records, config.as_dict(), subject.explained)
         distributed.only_first(lambda: _show(experiment, report, folder, seeds))
         if log is not None:
             log("finished")

@@ -39,6 +39,7 @@ class Report:
         maximize: Whether higher is better.
         records: One for each seed.
         config: The run's settings.
+        explained: What the metric is, in a line; empty if its name says it.
     """
 
     task: str
@@ -46,6 +47,7 @@ class Report:
     maximize: bool
     records: list[SeedRecord]
     config: dict[str, Any]
+    explained: str = ""
 
     @property
     def methods(self) -> list[str]:
@@ -280,6 +282,7 @@ class Report:
         one = len(self.records) == 1
         over = f"Mean ± standard deviation over {len(self.records)} seeds; each has its own"
         return [
+            *([f"{self.metric}: {self.explained}."] if self.explained else []),
             f"{'One seed: one' if one else over} data split, model and value function.",
             "validation: data that the queries see, empty for an end that no query was asked of; test: data that no"
             " method sees.",

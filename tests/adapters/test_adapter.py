@@ -45,3 +45,11 @@ def test_the_handle_is_of_the_model_and_not_of_what_wraps_it(tuned: Callable[...
     ]:
         assert_refused(lambda wrapped=wrapped: Adapter(wrapped), AdapterError, attribute)
         assert Adapter(getattr(wrapped, attribute)).dim == 3
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_set_phi_takes_finite_numbers(wrong: float) -> None:
+    adapter = attach_film(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), dim=2)
+    before = adapter.phi.detach().clone()
+    assert_refused(lambda: adapter.set_phi(torch.tensor([0.5, wrong])), AdapterError, "phi", str(wrong))
+    assert torch.equal(adapter.phi, before)

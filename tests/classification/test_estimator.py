@@ -9,7 +9,16 @@ import torch
 from scipy.sparse import csr_matrix
 from sklearn.base import clone
 from sklearn.datasets import make_classification
-from sklearn.metrics import balanced_accuracy_score, f1_score, get_scorer
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    f1_score,
+    get_scorer,
+    get_scorer_names,
+    hinge_loss,
+    log_loss,
+    make_scorer,
+    roc_auc_score,
+)
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -112,6 +121,49 @@ def test_bad_settings_are_refused_before_training(
     assert_refused(
         lambda: MetricClassifier(**{**SMALL, "epochs": 10**7, **options}).fit(X[:rows], y[:rows]), error, *names
     )
+
+
+def val_loss(estimator: Any, X: Any, y: Any) -> float:
+    return float(log_loss(y, estimator.predict_proba(X)))
+
+
+def neg_val_loss(estimator: Any, X: Any, y: Any) -> float:
+    return -val_loss(estimator, X, y)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "named", "remedy"),
+    [
+        (
+            make_scorer(log_loss, response_method="predict_proba"),
+            ("log_loss", "greater_is_better=False", "response_method='predict_proba'"),
+            make_scorer(log_loss, greater_is_better=False, response_method="predict_proba"),
+        ),
+        (
+            make_scorer(roc_auc_score, multi_class="ovr"),
+            ("roc_auc_score", "response_method='predict_proba'"),
+            make_scorer(roc_auc_score, response_method="predict_proba", multi_class="ovr"),
+        ),
+        (
+            make_scorer(hinge_loss),
+            ("hinge_loss", "greater_is_better=False", "response_method='decision_function'"),
+            make_scorer(hinge_loss, greater_is_better=False, response_method="decision_function"),
+        ),
+        (val_loss, ("val_loss", "neg_val_loss"), neg_val_loss),
+    ],
+)
+def test_a_scorer_that_its_function_does_not_mean_is_refused(scoring: Any, named: tuple[str, ...], remedy: Any) -> None:
+    X, y = table()
+    never = {**SMALL, "queries": 12, "epochs": 10**7}
+    assert_refused(lambda: MetricClassifier(scoring, **never).fit(X, y), ValueError, *named)
+    assert MetricClassifier(remedy, **{**never, "epochs": 1}).fit(X, y).run_ is not None
+
+
+def test_scikit_learns_own_scorers_mean_what_they_are() -> None:
+    X, y = table()
+    for name in get_scorer_names():
+        with pytest.raises(BudgetError):  # which is told after scorers are looked at
+            MetricClassifier(name, queries=1, **SMALL).fit(X, y)
 
 
 def weighted(seed: int = 0) -> tuple[Any, Any, Any]:

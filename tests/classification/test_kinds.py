@@ -12,6 +12,8 @@ from helpers.refusals import assert_refused
 from metricopt_ext.classification.classifier import built
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
+from metricopt_ext.classification.metrics import check_classes
+from metricopt_ext.classification.named_metric import build_metric
 from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.errors import ConfigError, DataError
@@ -78,3 +80,63 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, more: list[str], n
         (ConfigError, DataError),
         *names,
     )
+
+
+# --- Two classes, of which one may be the positive one -----------------------------------------------------------
+
+
+def two_classes(folder: Path, names: tuple[str, str], *more: str) -> ClassificationConfig:
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    y = x[:, 0] + 0.5 * x[:, 1] > 0.8
+    rows = [f"{a:.4f},{b:.4f},{names[int(each)]}" for (a, b), each in zip(x, y, strict=True)]
+    (folder / "two.csv").write_text("\n".join(["a,b,y", *rows]) + "\n")
+    data = ["data.name=csv", f"data.root={folder / 'two.csv'}", "data.target=y"]
+    return load_config(ClassificationConfig, None, [*data, *SIZES, "queries=12", *more])
+
+
+@pytest.mark.parametrize(
+    ("names", "metric"),
+    [
+        (("healthy", "sick"), ["metric.name=f1"]),
+        (("ham", "spam"), ["metric.name=jaccard"]),
+        (("1", "2"), ["metric.name=aucpr"]),
+        (("benign", "malignant"), ["metric.name=accuracy", "metric.also=[f1]"]),
+        (("low", "high"), ["metric.name=auc", 'metric.subject_to={f1: ">= start"}']),
+    ],
+)
+def test_the_positive_class_is_asked_for_where_no_name_says_it(
+    names: tuple[str, str], metric: list[str], tmp_path: Path
+) -> None:
+    config = two_classes(tmp_path, names, *metric)
+    said = ("data.positive", *map(repr, names))
+    run = lambda config: run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)  # noqa: E731
+    assert_refused(lambda: run(config), ConfigError, *said)
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    if "healthy" in names:  # as told, it is another number
+        values = {}
+        for positive in names:
+            (tmp_path / positive).mkdir()
+            told = two_classes(tmp_path, names, *metric, f"data.positive={positive}")
+            report = run_and_report(ClassificationExperiment, told, tmp_path / positive / "run", resume=False)
+            values[positive] = report.values("pretrained", "test")
+        assert values["healthy"] != values["sick"]
+
+
+@pytest.mark.parametrize(
+    "names", [("0", "1"), ("-1", "1"), ("False", "True"), ("no", "yes"), ("neg", "pos"), ("N", "Y"), ("0.0", "1.0")]
+)
+def test_names_that_say_which_class_is_positive(names: tuple[str, str]) -> None:
+    assert not check_classes(["f1", "aucpr"], names, "")
+
+
+def test_a_cost_says_its_orientation_and_begins_from_bayes_offsets(tmp_path: Path) -> None:
+    costs = ["metric.name=expected_cost", "metric.costs=[[0.0,1.0],[5.0,0.0]]"]
+    assert "costs" in two_classes(tmp_path, ("healthy", "sick"), *costs).starts
+    config = two_classes(tmp_path, ("healthy", "sick"), *costs, "starts=[costs]")
+    run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
+    assert "costs[true class][predicted class]" in (tmp_path / "run" / "report.md").read_text()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "0 'healthy', 1 'sick'" in log
+    assert "start costs" in log
+    short = two_classes(tmp_path, ("healthy", "sick"), costs[0], "metric.costs=[[0.0,1.0]]")
+    assert_refused(lambda: build_metric(short.metric), ConfigError, "true", "predicted")

@@ -1,15 +1,20 @@
 """Metrics by name, on parts and halves of the data, and what counts besides them."""
 
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sklearn.metrics
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
-from helpers.refusals import assert_refused
+from helpers.modules import forgotten
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.classification.besides import besides, check_besides
+from metricopt_ext.classification.callable_metric import from_callable, warn_of_scores
 from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
 from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.models import build_model
@@ -165,3 +170,116 @@ def test_what_is_constrained_is_told_with_the_metric_by_one_pass() -> None:
     test = model_metric(METRICS["f1"], Split(logits, labels), also=found)
     assert test.evaluate(Model(), "x").also is None
     assert set(test.look(Model())) == {"mcc", "accuracy"}
+
+
+# --- What a function's predictions are -------------------------------------------------------------------------
+
+ROWS, TRUE = torch.randn(200, 2, generator=torch.Generator().manual_seed(0)), torch.arange(200) % 2
+ODDS = (ROWS[:, 1] - ROWS[:, 0]).double()
+DECIDED = (ODDS > 0).long()
+AUC = sklearn.metrics.roc_auc_score(TRUE, ODDS)
+
+
+def mine(y: Any, p: Any) -> Any:
+    return sklearn.metrics.roc_auc_score(y, p)
+
+
+def quality(y_true: Any, y_probability: Any) -> Any:
+    return ((y_true - y_probability) ** 2).mean()
+
+
+class OfObject:
+    def __call__(self, y: Any, p: Any) -> Any:
+        return sklearn.metrics.roc_auc_score(y, p)
+
+    def method(self, y: Any, p: Any) -> Any:
+        return sklearn.metrics.roc_auc_score(y, p)
+
+
+def of_pairs(y: Any, p: Any) -> float:
+    """The area under the curve, of which neither its name nor its code has a word."""
+    above, below = p[y == 1][:, None], p[y == 0][None]
+    return float((above > below).mean() + (above == below).mean() / 2)
+
+
+BRIER = float(((TRUE - ODDS.sigmoid()) ** 2).mean())
+OF_SCORES: list[tuple[Any, float]] = [
+    (sklearn.metrics.roc_auc_score, AUC),
+    (sklearn.metrics.average_precision_score, sklearn.metrics.average_precision_score(TRUE, ODDS)),
+    (sklearn.metrics.brier_score_loss, BRIER),
+    (partial(sklearn.metrics.log_loss, labels=[0, 1]), sklearn.metrics.log_loss(TRUE, ODDS.sigmoid())),
+    (sklearn.metrics.hinge_loss, sklearn.metrics.hinge_loss(TRUE, ODDS)),
+    (
+        partial(partial(sklearn.metrics.roc_auc_score), max_fpr=0.5),
+        sklearn.metrics.roc_auc_score(TRUE, ODDS, max_fpr=0.5),
+    ),
+    (mine, AUC),
+    (lambda y, p: sklearn.metrics.roc_auc_score(y, p), AUC),
+    (OfObject(), AUC),
+    (OfObject().method, AUC),
+    (quality, BRIER),
+    (lambda labels, yScore: of_pairs(labels, yScore), AUC),
+    (lambda scores, labels: of_pairs(labels, scores), AUC),  # in the order of its arguments' names
+    (torchmetrics.classification.BinaryAUROC(), AUC),
+    (torchmetrics.functional.classification.binary_auroc, AUC),
+    (partial(torchmetrics.functional.auroc, task="binary"), AUC),
+    (lambda y_true, logits: float(abs(logits).max()), float(ODDS.abs().max())),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), OF_SCORES)
+def test_a_function_of_scores_gets_them(function: Any, expected: float) -> None:
+    spec = from_callable(function, maximize=True, bounds=(0.0, 100.0))
+    assert spec.function(ROWS, TRUE) == pytest.approx(expected, abs=1e-6)
+    assert spec.function(ODDS, TRUE) == pytest.approx(expected, abs=1e-6)  # of one logit
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (sklearn.metrics.f1_score, sklearn.metrics.f1_score(TRUE, DECIDED)),
+        (
+            lambda preds, labels: sklearn.metrics.recall_score(labels, preds),
+            sklearn.metrics.recall_score(TRUE, DECIDED),
+        ),
+        (lambda y, p: float((y == p).mean()), sklearn.metrics.accuracy_score(TRUE, DECIDED)),
+        (torchmetrics.classification.BinaryF1Score(), sklearn.metrics.f1_score(TRUE, DECIDED)),
+    ],
+)
+def test_a_function_of_classes_gets_them(function: Any, expected: float) -> None:
+    spec = from_callable(function, maximize=True)
+    assert spec.function(ROWS, TRUE) == pytest.approx(expected, abs=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_scores(spec, ROWS, TRUE)
+
+
+def test_what_would_have_other_values_of_scores_is_warned_of_until_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "of_pairs_alone.py").write_text(
+        "def of_pairs(y, p):\n"
+        "    above, below = p[y == 1][:, None], p[y == 0][None]\n"
+        "    return float((above > below).mean() + (above == below).mean() / 2)\n"
+    )
+    part, target = Split(ROWS, TRUE), Target("classes", 2)
+    own = ["metric.name=of_pairs_alone:of_pairs", f"metric.folder={tmp_path}"]
+    with forgotten("of_pairs_alone"):
+        assert_warned(lambda: try_metric(config_of(*own).metric, part, target), "of_pairs", "metric.scores")
+        for scores in ("labels", "probabilities"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                try_metric(config_of(*own, f"metric.scores={scores}").metric, part, target)
+        also = besides(MetricConfig(also=["sklearn.metrics:brier_score_loss"]), "classes", ("0", "1"))
+        assert also["sklearn.metrics:brier_score_loss"].function(ROWS, TRUE) == pytest.approx(BRIER)
+
+
+def test_scores_of_several_classes_and_labels() -> None:
+    logits, labels = outputs()
+    expected = sklearn.metrics.roc_auc_score(labels, logits.double().softmax(1), multi_class="ovr")
+    ovr = from_callable(partial(sklearn.metrics.roc_auc_score, multi_class="ovr"), maximize=True)
+    assert ovr.function(logits, labels) == pytest.approx(expected)
+    top = from_callable(partial(sklearn.metrics.top_k_accuracy_score, k=2), maximize=True)
+    assert top.function(logits, labels) == pytest.approx(sklearn.metrics.top_k_accuracy_score(labels, logits, k=2))
+    several = torch.nn.functional.one_hot(labels, 3)
+    ranked = from_callable(sklearn.metrics.label_ranking_average_precision_score, maximize=True, kind="multilabel")
+    expected = sklearn.metrics.label_ranking_average_precision_score(several, logits)
+    assert ranked.function(logits, several) == pytest.approx(expected)

@@ -23,7 +23,7 @@ from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.experiment.passes import Passes, noticing, passes_of
-from metricopt_ext.methods.prior_starts import prior_offsets
+from metricopt_ext.methods.prior_starts import cost_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -194,3 +194,32 @@ def test_the_strength_of_an_adjustment_is_tuned() -> None:
     assert task.metric.ledger.spent_on == {"logit adjustment": 21}
     for i in (0, 10, 20):  # strengths of 0, 1 and 2
         assert asked[i] == pytest.approx((i / 10 * prior_offsets(COUNTS)).tolist(), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("costs", "one_logit"),
+    [
+        ([[0.0, 1.0], [5.0, 0.0]], False),
+        ([[0.0, 1.0], [5.0, 0.0]], True),
+        ([[0.0, 7.0], [0.5, 0.0]], True),
+        ([[-1.0, 3.0], [2.0, -4.0]], True),  # what is right is worth something
+        ([[0.0, 1.0, 1.0], [9.0, 0.0, 9.0], [0.2, 0.2, 0.0]], False),
+    ],
+)
+def test_offsets_of_costs_are_bayes_decisions(costs: list[list[float]], one_logit: bool) -> None:
+    """Of two classes always; of more where each error of a class costs the same, as a class then counts by its cost."""
+    cost, count = torch.tensor(costs, dtype=torch.float64), len(costs)
+    logits = torch.randn(500, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    logits = logits[:, 1] - logits[:, 0] if one_logit else logits
+    odds = torch.stack([torch.zeros_like(logits), logits], 1) if one_logit else logits
+    offsets = cost_offsets(cost, one_logit=one_logit)
+    assert offsets is not None
+    assert len(offsets) == (1 if one_logit else count)
+    expected = (odds.softmax(1) @ cost).argmin(1)
+    moved = logits + offsets
+    assert torch.equal((moved > 0).long() if one_logit else moved.argmax(1), expected)
+
+
+def test_no_offsets_where_an_error_costs_nothing() -> None:
+    for costs in ([[0.0, 0.0], [5.0, 0.0]], [[0.0, 1.0], [-5.0, 0.0]]):
+        assert cost_offsets(torch.tensor(costs)) is None

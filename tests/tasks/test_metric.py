@@ -320,6 +320,16 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
     assert metric.ledger.spent == spent
 
 
+def test_what_is_derived_from_a_subclass_judges_as_it_does() -> None:
+    class Halved(Metric):
+        def judge(self, model: nn.Module) -> Evaluation:
+            return Evaluation(super().judge(model).cost / 2)
+
+    metric = Halved(constant(0.2), maximize=True)
+    for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):
+        assert each.cost(nn.Identity(), "x") == pytest.approx(0.4)
+
+
 # --- The model's state ---------------------------------------------------------------------------------------------
 
 

@@ -238,6 +238,23 @@ def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
     assert_refused(lambda: other.load_state_dict(one.state_dict()), FileFormatError, "observed", "0")
 
 
+def test_a_resumed_trajectory_has_the_noise_of_a_repeated_metric() -> None:
+    def recording(store: TrajectoryStore) -> Recording:
+        values = iter([0.1, 0.3] * 9)
+        metric = Metric(lambda: next(values), maximize=False, repeats=2)
+        return Recording(adapter(), metric, store, steps=2, evals=3)
+
+    whole, parted, points = TrajectoryStore(), TrajectoryStore(), walk(2)
+    train(recording(whole), points)
+    first, second = recording(parted), recording(parted)
+    train(first, points[:2])
+    second.load_state_dict(first.state_dict())
+    train(second, points)
+    for (one,) in (whole, parted):
+        assert one.noise is not None
+        torch.testing.assert_close(one.noise, torch.full((3,), 0.1, dtype=torch.float64), check_dtype=False)
+
+
 def test_a_failing_metric_is_located_and_the_trained_phi_is_back() -> None:
     mine, points = adapter(), walk(2)
 
