@@ -135,8 +135,7 @@ def test_a_cost_says_its_orientation_and_begins_from_bayes_offsets(tmp_path: Pat
     config = two_classes(tmp_path, ("healthy", "sick"), *costs, "starts=[costs]")
     run_and_report(ClassificationExperiment, config, tmp_path / "run", resume=False)
     assert "costs[true class][predicted class]" in (tmp_path / "run" / "report.md").read_text()
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "0 'healthy', 1 'sick'" in log
-    assert "start costs" in log
+    assert "0 'healthy', 1 'sick'" in (tmp_path / "run" / "log.txt").read_text()
+    assert "costs 0." in (tmp_path / "run" / "seed-0" / "README.md").read_text()  # which has the starts' values
     short = two_classes(tmp_path, ("healthy", "sick"), costs[0], "metric.costs=[[0.0,1.0]]")
     assert_refused(lambda: build_metric(short.metric), ConfigError, "true", "predicted")
