@@ -137,7 +137,7 @@ def assess_seed(
             open_run(kept, open_settings, resume, config.data_files())
         own = (kept or Path(held.enter_context(TemporaryDirectory()))) / f"seed-{seed}"
         shown = held.enter_context(progress_of(None, experiment.describe(config).metric, queries))
-        shown.stage("train the model")
+        shown.stage("data and model")
         made = experiment(config, own, seed, shown)
         return assess(
             made.task,

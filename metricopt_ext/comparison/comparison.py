@@ -139,7 +139,7 @@ def run_seed(
     folder = folder / f"seed-{seed}"
     missing = [name for name in plan.methods if not finished(folder / f"{name}.json", plan.budgets_of(name))]
     if missing or not (folder / STARTS).exists():
-        callback.stage("train the model")
+        callback.stage("data and model")
         experiment = experiment_type(config, folder, seed, callback)
         experiment.task = made = counting(experiment.task.with_settings(None))  # but for the rows that tune some
         before = made.metric.ledger.spent

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 
 FILE_FORMAT = "metricopt_ext.training"
 KEEP_EVERY = 60.0  # seconds of training that a kill may cost
-TELL_EVERY = 30.0  # seconds between two words on progress; a shorter training says nothing
 COUNT = "step"  # what torch's optimizers call their number of steps, a tensor on the CPU
 RATES = ("lr", "momentum", "betas")  # what a schedule changes
 
@@ -61,9 +60,9 @@ class TrainingState:
 
     def steps_left(self) -> Iterator[int]:
         """Yield the number of each step that is still to be taken, from 0 in a training from the start."""
-        began = kept = told = time.monotonic()
+        began = kept = time.monotonic()
         first = len(self.losses)
-        for step in range(first, self._steps):
+        for step in told(range(first, self._steps), self._callback, "train the model", first):
             yield step
             now = time.monotonic()
             if not self._callback.goes_on(step + 1 - first, self._steps - step - 1, now - began):
@@ -71,9 +70,6 @@ class TrainingState:
             if self._file is not None and now - kept >= KEEP_EVERY:
                 self._save(self._file)
                 kept = now
-            if now - told >= TELL_EVERY:
-                self._callback.stage(f"train the model, {100 * (step + 1) // self._steps}%")
-                told = now
 
     def _save(self, path: Path) -> None:
         tensors = {f"model.{name}": value for name, value in self._model.state_dict().items()}

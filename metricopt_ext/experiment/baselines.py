@@ -83,9 +83,15 @@ def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: 
     }
 
 
-def loss_path(task: FinetuneTask, settings: FinetuneConfig, seed: int, start: Tensor | None = None) -> Tensor:
+def loss_path(
+    task: FinetuneTask,
+    settings: FinetuneConfig,
+    seed: int,
+    start: Tensor | None = None,
+    callback: Callback | None = None,
+) -> Tensor:
     """Finetune for the loss alone from a start, by default phi = 0; returns the visited phi, ``(T + 1) x d``."""
-    return finetune(task, LossStep(settings.lr), settings.steps, seed, start)
+    return finetune(task, LossStep(settings.lr), settings.steps, seed, start, callback=callback)
 
 
 def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Tensor:
@@ -324,18 +330,5 @@ def notified(baseline: Baseline, title: str, callback: Callback) -> Baseline:
         shown = Within(callback, title, max(budgets) + started.spent)
         observed = task.judged_by(task.metric.with_callbacks(Spent(shown, started.spent)))
         return baseline.run(observed, started, budgets, seed)
-
-    return replace(baseline, run=run)
-
-
-def staged(baseline: Baseline, callback: Callback, before: str = "", after: str = "") -> Baseline:
-    """Return a baseline that tells a callback of a stage before it begins, or after it has ended."""
-
-    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        if before:
-            callback.stage(before)
-        yield from baseline.run(task, started, budgets, seed)
-        if after:
-            callback.stage(after)
 
     return replace(baseline, run=run)

@@ -153,6 +153,8 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
 
 def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds: Sequence[int]) -> None:
     files = write(report, folder)
+    print_report(report)
+    print("\npictures ...", flush=True)
     pictures = [
         plot_methods(report, folder / "methods.png"),
         *([plot_search(report, folder / "search.png")] if report.searched else []),
@@ -163,5 +165,4 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
     ]
     page = report_page(report, folder, pictures, experiment.tuned_file).write(folder / FILE)
     write_events(report, folder / "events")
-    print_report(report)
     print_written(*files, page, *pictures, f"and {folder}/seed-*/")

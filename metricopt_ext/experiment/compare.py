@@ -7,6 +7,7 @@ the others' is known, or nothing is.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from metricopt_ext.experiment.method import METHODS, End, Method, Reached, check
 from metricopt_ext.experiment.record import Outcome
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Callback, told
+from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
@@ -38,7 +41,14 @@ class Comparison:
     curves: dict[str, list[float]]
 
 
-def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Method], curves: bool = False) -> Comparison:
+def compare(
+    task: FinetuneTask,
+    test_metric: Metric,
+    methods: Mapping[str, Method],
+    curves: bool = False,
+    callback: Callback | None = None,
+    folder: Path | None = None,
+) -> Comparison:
     """Run methods one after another, then judge all of their ends.
 
     Of ranks that share the work, the first alone runs the methods that can't be shared, and judges.
@@ -48,14 +58,21 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
         test_metric: The same metric on the test data.
         methods: By name, ordered so that each finds where those stood that it continues from.
         curves: Whether to evaluate the metric along the methods' paths.
+        callback: Told what follows MetricOpt's own run.
+        folder: Keeps the queries of the others, which a run that goes on does not ask again; None keeps none.
 
     Raises:
         ConfigError: A method has no entry in `METHODS`; none was run.
     """
     check_known(methods)
+    callback = callback or Callback()
     results: dict[str, tuple[Reached, ...]] = {}
     for name, method in methods.items():
         entry, own = METHODS[name], task.judged_by(task.metric.with_new_ledger())
+        if "metricopt" in results:
+            callback.stage(entry.title)
+        if folder is not None and not entry.shared:
+            own.metric.kept_in = folder / f"{name}_queries.json"
         run = partial(_run, method, own, results)
         reached = run() if entry.shared else distributed.only_first(run)
         if not reached:
@@ -65,7 +82,8 @@ def compare(task: FinetuneTask, test_metric: Metric, methods: Mapping[str, Metho
             raise ConfigError(f"method {name!r} is free in METHODS, but spent {spent}")
         before = results[entry.after][-1] if entry.after else None
         results[name] = tuple(each.after(before) if before else each for each in reached)
-    return distributed.only_first(lambda: _judged(task, test_metric, results, curves)) or Comparison(results, {}, {})
+    judged = distributed.only_first(lambda: _judged(task, test_metric, results, curves, callback, folder))
+    return judged or Comparison(results, {}, {})
 
 
 def _run(method: Method, task: FinetuneTask, earlier: Mapping[str, tuple[Reached, ...]]) -> tuple[Reached, ...]:
@@ -73,21 +91,36 @@ def _run(method: Method, task: FinetuneTask, earlier: Mapping[str, tuple[Reached
 
 
 def _judged(
-    task: FinetuneTask, test_metric: Metric, results: dict[str, tuple[Reached, ...]], curves: bool
+    task: FinetuneTask,
+    test_metric: Metric,
+    results: dict[str, tuple[Reached, ...]],
+    curves: bool,
+    callback: Callback,
+    folder: Path | None,
 ) -> Comparison:
-    validation, test = task.judged_by(task.metric.with_new_ledger()), task.judged_by(test_metric)
-    told = known(results)
+    validation, test = (
+        task.judged_by(each if folder is None else CachedMetric(each, folder / f"{part}_ends.json"))
+        for part, each in (("validation", task.metric.with_new_ledger()), ("test", test_metric))
+    )
+    answers = known(results)
 
     def outcome(name: str, each: Reached) -> Outcome:
-        value = told.get(name)
+        value = answers.get(name)
         if value is None and METHODS[name].kind == "queries":
             value = judge(validation, each.end)
         tested = judge(test, each.end)
         return Outcome(value, tested, each.queries, each.queries_per_start, each.seconds, each.batch_queries)
 
-    outcomes = {name: [outcome(name, each) for each in reached] for name, reached in results.items()}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in results}
+    ends = [(name, each) for name, reached in results.items() for each in reached]
+    for method, end in told(ends, callback, "judge the ends"):
+        outcomes[method].append(outcome(method, end))
     paths = {name: reached[-1].path for name, reached in results.items() if curves}
-    along = {name: [judge(validation, phi) for phi in path] for name, path in paths.items() if path is not None}
+    along = {
+        name: [judge(validation, phi) for phi in told(path, callback, f"curve of {METHODS[name].title}")]
+        for name, path in paths.items()
+        if path is not None
+    }
     return Comparison(results, outcomes, along)
 
 

@@ -35,7 +35,7 @@ from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.progress import Callback, Several
+from metricopt_ext.runtime.progress import Callback, Several, told
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric, Query
 from metricopt_ext.tasks.settings import Settings
@@ -172,7 +172,7 @@ class Experiment(ABC, Generic[Config]):
     def start(self, name: str) -> Start | StartLine | None:
         """Return one of `run_config.STARTS`, or of a comparison's further ones, or None if it does not apply."""
         if name == "loss_finetune":
-            return Start(loss_path(self.task, self.config.finetune, self.seed)[-1])
+            return Start(loss_path(self.task, self.config.finetune, self.seed, callback=self.callback)[-1])
         if name == "batchnorm":
             return self._batchnorm
         if name in ("batchnorm_line", "batchnorm_mixed"):
@@ -186,7 +186,7 @@ class Experiment(ABC, Generic[Config]):
 
     @cached_property
     def _batchnorm(self) -> Start | None:
-        return batchnorm_start(self.task, self.validation()[0])
+        return batchnorm_start(self.task, told(self.validation()[0], self.callback, "BatchNorm on validation"))
 
     def training(self) -> Training | None:
         """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""
@@ -322,7 +322,7 @@ def run_seed(
         callback.outcome(before, now)
         callback.done()
         return record
-    callback.stage("train the model")
+    callback.stage("data and model")
     subject, kept = experiment_type.describe(config), run / "events" / folder.name / "queries"
     with (
         nullcontext(folder) if distributed.rank() == 0 else TemporaryDirectory() as own,
@@ -335,8 +335,11 @@ def run_seed(
         ):  # the report counts other seeds
             warnings.warn(str(rare), stacklevel=2)
         counts = {"validation": Counted(experiment.task.metric), "test": Counted(experiment.test_metric)}
+        shown.stage("make the starts")
         methods = experiment.methods(resume, Several(shown, _Saving(experiment)))
-        comparison = compare(experiment.task, experiment.test_metric, methods, bool(config.pictures))
+        comparison = compare(
+            experiment.task, experiment.test_metric, methods, bool(config.pictures), shown, experiment.folder
+        )
         made = {part: count.queries for part, count in counts.items()}
         record = distributed.on_first(lambda: _recorded(experiment, comparison, made))
     callback.done()

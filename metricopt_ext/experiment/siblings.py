@@ -150,7 +150,6 @@ def training(
     callback = callback or Callback()
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        callback.stage(METHODS[name].title)
         own, _ = started.of(task)
         training_task = make(own)
         trained = load_trained(training_task.copied().model, folder, name) if resume else None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.experiment.baselines import (
@@ -16,7 +16,6 @@ from metricopt_ext.experiment.baselines import (
     loss_path,
     notified,
     optimizing,
-    staged,
     usual_baselines,
 )
 from metricopt_ext.experiment.method import METHODS, Baseline, Earlier, Meter, Method, Planned, Reached, Started, end_of
@@ -26,7 +25,7 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within
+from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within, told
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -65,10 +64,13 @@ def usual_methods(
     )
 
     def loss_finetune(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
-        return loss_path(task, config.finetune, seed, start)
+        return loss_path(task, config.finetune, seed, start, shown)
 
     def on_labels(task: FinetuneTask, start: Tensor, seed: int) -> Tensor:
         return loss_finetune(replace(task, batches=batches), start, seed)
+
+    def batchnorm(task: FinetuneTask) -> nn.Module | None:
+        return reestimate_batchnorm(task.adapter.model, told(inputs, shown, METHODS["batchnorm_validation"].title))
 
     def loss_finetune_best(earlier: Earlier) -> Planned:
         path = earlier["loss_finetune"][-1].path
@@ -78,10 +80,10 @@ def usual_methods(
 
     methods: dict[str, Method] = {
         "pretrained": planned(ending_at(lambda task: task.origin())),
-        "metricopt": planned(staged(metricopt, shown, after="other methods"), config.queries, seed),
+        "metricopt": planned(metricopt, config.queries, seed),
         "loss_finetune": planned(along_path(loss_finetune), 0, seed),
         "loss_finetune_best": loss_finetune_best,
-        "batchnorm_validation": planned(ending_at(lambda task: reestimate_batchnorm(task.adapter.model, inputs))),
+        "batchnorm_validation": planned(ending_at(batchnorm)),
         "loss_finetune_validation": planned(along_path(on_labels), 0, seed),
     }
     if config.settings is not None:
@@ -160,7 +162,7 @@ def variant(
         resume=resume,
         callback=Within(callback, title, config.queries),
     )
-    return planned(staged(baseline, callback, before=title), config.queries, seed)
+    return planned(baseline, config.queries, seed)
 
 
 def metricopt_result(earlier: Earlier) -> Result[Any]:

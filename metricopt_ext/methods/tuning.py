@@ -157,11 +157,17 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: i
 
 
 def finetune(
-    task: FinetuneTask, policy: Policy, steps: int, seed: int, start: Tensor | None = None, index: int = FRESH
+    task: FinetuneTask,
+    policy: Policy,
+    steps: int,
+    seed: int,
+    start: Tensor | None = None,
+    index: int = FRESH,
+    callback: Callback | None = None,
 ) -> Tensor:
     """Finetune one start, by default phi = 0, without any query; returns the visited phi, ``(steps + 1) x d``."""
     phi = task.origin() if start is None else start
-    points, _ = rollout(task, phi[None], policy, steps=steps, seed=seed, indices=[index])
+    points, _ = rollout(task, phi[None], policy, steps=steps, seed=seed, indices=[index], callback=callback)
     return points[0]
 
 

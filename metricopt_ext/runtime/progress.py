@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime import distributed
@@ -12,6 +12,9 @@ from metricopt_ext.runtime.pace import Pace, seconds_left
 from metricopt_ext.utils.words import brief, decimals, duration
 
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
+EVERY = 10.0  # seconds between two words on how far a part is that asks no queries
+
+Item = TypeVar("Item")
 
 
 class Callback:
@@ -44,6 +47,26 @@ class Callback:
 
     def done(self) -> None:
         """The run is over, even if queries are left unspent."""
+
+
+def told(items: Sequence[Item], callback: Callback, name: str, done: int = 0) -> Iterator[Item]:
+    """Begin a stage, yield what takes its time each, and tell every ten seconds how far it is and how long it takes.
+
+    Args:
+        items: What is left.
+        callback: It is a stage of its.
+        name: What it is.
+        done: How many there were before.
+    """
+    callback.stage(name)
+    began = last = time.monotonic()
+    for number, item in enumerate(items):
+        now = time.monotonic()
+        if number and now - last >= EVERY:
+            left = duration((now - began) / number * (len(items) - number))
+            callback.stage(f"{name}, {100 * (done + number) // (done + len(items))}%, about {left} left")
+            last = now
+        yield item
 
 
 def _passed(method: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
@@ -96,6 +97,7 @@ class Metric(CostScale):
         takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
         callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
             one begin with the same callbacks.
+        kept_in: A file for the queries of a method of a comparison, which keeps them; None for none.
 
     Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
@@ -110,6 +112,7 @@ class Metric(CostScale):
     subject_to: dict[str, str]
     constraints: tuple[Constraint, ...]
     takes_model: bool
+    kept_in: Path | None = None
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_integer
@@ -32,7 +33,7 @@ def rollout(
     seed: int,
     indices: Sequence[int],
     history: int = 3,
-    on_step: Callable[[], None] = lambda: None,
+    callback: Callback | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Finetune a population for T steps.
 
@@ -44,7 +45,7 @@ def rollout(
         seed: Seed of the batches.
         indices: The n task indices.
         history: Number k of past loss gradients that the policy sees.
-        on_step: Called after every step, for a progress bar.
+        callback: Told how far it is.
 
     Returns:
         The visited points phi_0 ... phi_T, ``n x (T + 1) x d``, and the losses, ``n x T``.
@@ -54,13 +55,12 @@ def rollout(
     """
     check_integer(1, history=history)
     points, losses, gradients = [phi], [], phi.new_zeros(len(phi), 0, phi.shape[-1])
-    for step in range(steps):
+    for step in told(range(steps), callback or Callback(), "loss steps"):
         loss, gradient = task.loss_and_gradient(phi, seed, indices, step)
         gradients = torch.cat([gradients, gradient[:, None]], dim=1)[:, -history:]
         phi = policy(phi, gradients, step)
         points.append(phi)
         losses.append(loss)
-        on_step()
     return torch.stack(points, 1), torch.stack(losses, 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metricopt_ext.runtime.progress import INTERVAL, Bars, Callback, QueueCallback, Within, relay
+from metricopt_ext.runtime.progress import INTERVAL, Bars, Callback, QueueCallback, Within, relay, told
 
 
 class Recorder(Callback):
@@ -137,6 +137,24 @@ def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
         assert [line for line in lines if line.startswith("all seeds")] == [
             "all seeds  5 of 30 queries spent; about 2 min of queries left"
         ]
+
+
+def test_what_takes_long_says_how_far_it_is_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, run, seen = [0.0], Recorder(), []
+    monkeypatch.setattr("metricopt_ext.runtime.progress.time.monotonic", lambda: now[0])
+    for step in told(range(20, 40), run, "train", 20):
+        seen.append(step)
+        now[0] += 4
+    assert seen == list(range(20, 40))
+    assert run.told == [
+        ("stage", "train"),
+        ("stage", "train, 57%, about 68 s left"),  # after 3 of 20 steps of 4 s, 20 having been taken before
+        *(("stage", f"train, {percent}%, about {left} s left") for percent, left in ((65, 56), (72, 44), (80, 32))),
+        *(("stage", f"train, {percent}%, about {left} s left") for percent, left in ((87, 20), (95, 8))),
+    ]
+    run.told.clear()
+    assert list(told([], run, "nothing")) == []
+    assert run.told == [("stage", "nothing")]
 
 
 def test_a_part_of_a_run_speaks_of_itself_seldom_and_never_of_the_run_s_queries() -> None:

@@ -38,7 +38,7 @@ from metricopt_ext.tools import finetune_classifier as tool
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.loading import load_value_function
-from testers.tool import SMALL, FinetuneTester, whole
+from testers.tool import SMALL, FinetuneTester, report_of, whole
 
 call, refused = partial(programs.call, tool), partial(programs.refused, tool)
 
@@ -140,6 +140,35 @@ def test_rows_that_were_asked_for_are_counted_too(tmp_path: Path) -> None:
     assert named == {"metricopt": 20, "loss_finetune_best": 3, "class_offsets": 20, "cma_es": 18}
     judged, curves, start = 3, 2 * (4 + 1), 1  # cma_es began where MetricOpt had, whose query it counts too
     assert told["validation"] == sum(named.values()) - start + judged + curves
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.55, marks=pytest.mark.slow), 0.8, pytest.param(0.97, marks=pytest.mark.slow)]
+)
+def test_stopped_in_another_method_no_query_is_asked_again_and_what_is_tuned_is_there(
+    share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor any of those by which ends are judged, on validation and on test; before and after were printed first."""
+    more = ("methods=[loss_finetune_best,class_offsets,guided_es,cma_es]", "search_queries=18", "starts=[]")
+    runs = {name: TestClassifier.counted_words(tmp_path / name, *more) for name in ("whole", "stopped")}
+    with own.counting() as asked:
+        call(*runs["whole"])
+        once = list(asked)
+    capsys.readouterr()
+    with own.counting(round(share * len(once))) as asked, pytest.raises(SystemExit):
+        call(*runs["stopped"])
+    first = list(asked)
+    assert re.search(r"accuracy [.\d]+ -> [.\d]+", capsys.readouterr().out)
+    assert (tmp_path / "stopped" / "seed-0" / "tuned.safetensors").exists()
+    with own.counting() as asked:
+        call(*runs["stopped"], "--resume")
+    assert sum(whole(first + asked)) <= sum(whole(once)) + 1
+    both = [report_of(tmp_path / name) for name in runs]
+    for report in both:
+        for method in report["methods"].values():
+            del method["seconds"]
+    assert both[0]["methods"] == both[1]["methods"]
+    assert both[0]["evaluations"] == both[1]["evaluations"]
 
 
 SL = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.siblings.ala.adaptive_losses import (
     FAMILIES,
     LINKS,
@@ -198,8 +198,7 @@ class AdaptiveLossAlignment(Sibling):
         children = [Child(self, loss, each, seed, i) for i, each in enumerate(self._models(task, seed))]
         history: History = {}
         actions = self.iterations // self.action_steps
-        for t in range(actions):
-            callback.stage(f"ALA, {100 * t // actions}%")
+        for t in told(range(actions), callback, "ALA"):
             if self.controller == "confusion":
                 children[0].take_confusions(t)
                 children[0].descend(t)

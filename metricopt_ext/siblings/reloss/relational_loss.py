@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.siblings.learned_metric import metric_identity
 from metricopt_ext.siblings.reloss.ranked_batches import RankedBatches, true_class_log_probability
 from metricopt_ext.siblings.reloss.soft_spearman import soft_spearman, spearman
@@ -205,7 +205,7 @@ class RelationalTraining:
         best, kept = -2.0, loss.state_dict()
         checked = {self.steps * (i + 1) // self.checks - 1 for i in range(self.checks)} | {self.steps - 1}
         order = self._order(len(training.costs), seed)
-        for step in range(self.steps):
+        for step in told(range(self.steps), callback, "relational loss"):
             rows = order[step * self.batches : (step + 1) * self.batches].to(training.costs.device)
             rho, penalty = self.objective(loss, training.take(rows))
             objective = rho + self.penalty * penalty
@@ -224,7 +224,6 @@ class RelationalTraining:
                 history[name].append((step, value))
             if reached > best:
                 best, kept = reached, {name: value.clone() for name, value in loss.state_dict().items()}
-            callback.stage(f"relational loss, {100 * (step + 1) // self.steps}%")
         loss.load_state_dict(kept)
         return dict(history)
 

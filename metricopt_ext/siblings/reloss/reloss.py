@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.siblings.checkpoints import train
 from metricopt_ext.siblings.learned_metric import check_metric
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource, at_least_single, true_class_log_probability
@@ -107,12 +107,11 @@ class ReLoss(Sibling):
             learned = loss.of_probabilities(true.exp().to(like.dtype))
             return learned - true.mean() if self.cross_entropy else learned
 
-        for step, value in enumerate(train(task, total, steps=self.steps, lr=self.lr, seed=seed)):
+        values = train(task, total, steps=self.steps, lr=self.lr, seed=seed)
+        for step, value in zip(told(range(self.steps), callback, "ReLoss, the model"), values, strict=True):
             if step % every == 0 or step == self.steps - 1:
                 losses.append((step, value))
             if step in judged:
                 metric.append((step, task.metric.to_value(task.metric.cost(task.model, "history"))))
-            if step % max(1, self.steps // 20) == 0:
-                callback.stage(f"model, {100 * step // self.steps}%")
         loss.requires_grad_(True)
         return {name: points for name, points in (("loss", losses), ("metric", metric)) if points}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.learned_metric import metric_identity
@@ -203,7 +203,8 @@ class UniversalTraining:
         callback, every = callback or Callback(), max(1, self.steps // self.records)
         history: list[tuple[int, float]] = []
         with ClippedAdam(surrogate.parameters(), self.lr, self.clip) as optimizer:
-            for step, (scores, labels) in enumerate(self.batches(surrogate, size, seed)):
+            steps = told(range(self.steps), callback, "SL, universal")
+            for step, (scores, labels) in zip(steps, self.batches(surrogate, size, seed), strict=True):
                 scores, labels, true = first_defined(
                     chain([(scores, labels)], self._again(surrogate, size, seed, step)),
                     lambda drawn, of_drawn: lowest_cost(metric, drawn, of_drawn, self.thresholds, "universal"),
@@ -215,8 +216,6 @@ class UniversalTraining:
                 optimizer.descend(gradients)
                 if step % every == 0 or step == self.steps - 1:
                     history.append((step, finite(distance, step)))
-                if step % max(1, self.steps // 20) == 0:
-                    callback.stage(f"SL, universal, {100 * step // self.steps}%")
         return {"universal": history}
 
     def batches(self, surrogate: SetLoss, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.learned_metric import check_metric
@@ -184,7 +184,7 @@ class SurrogateLearning(Sibling):
             )
             if self.first == "surrogate":
                 turns = dict(reversed(turns.items()))
-            for iteration in range(self.iterations):
+            for iteration in told(range(self.iterations), callback, "SL"):
                 kept = iteration % every == 0 or iteration == self.iterations - 1
                 for name, turn in turns.items():
                     reached = turn()
@@ -193,8 +193,6 @@ class SurrogateLearning(Sibling):
                 if iteration in judged:
                     value = task.metric.to_value(task.metric.cost(task.model, "history"))
                     history["metric"].append((iteration, value))
-                if iteration % max(1, self.iterations // 20) == 0:
-                    callback.stage(f"SL, {100 * iteration // self.iterations}%")
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}
 
