@@ -391,7 +391,7 @@ class Report:
         against = ", ".join(f"{np.mean(errors):.4f} for {name}" for name, errors in baselines.items())
         where = "before each query" if self.searched else "on held-out trajectories"
         return [
-            f"Value function, tested {where}: Spearman {spearman:.2f}; mean absolute error of the cost {mae:.4f}"
+            f"Value function, tested {where}: Spearman {spearman:.2f}; mean absolute error {mae:.4f}"
             f" ({against}); trusted in {trusted} of {counted(len(self.records), 'seed')}"
         ]
 

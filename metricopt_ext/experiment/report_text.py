@@ -22,11 +22,8 @@ MORE_NOTES = (
 SPENT = "MetricOpt's queries by purpose"
 GUARD_AND_F = "The guard and the value function f (means over seeds)"
 PREDICTED = "How well f, and each predictor that was fitted, predicts the metric at points not used in its fit"
-PREDICTORS = ["predictor", "Spearman", "mean absolute error of the cost"]
-UNITS = (
-    "Spearman's rank correlation is 1 for a perfect order and 0 for none. The cost is the metric turned so that lower"
-    " is better: mapped to [0, 1] by the metric's bounds or, without bounds, the metric or its negative."
-)
+PREDICTORS = ["predictor", "Spearman", "mean absolute error"]
+UNITS = "Spearman's rank correlation is 1 for a perfect order and 0 for none. Errors are in the metric's own unit."
 
 
 def write(report: Report, folder: str | Path) -> list[Path]:

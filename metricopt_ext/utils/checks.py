@@ -23,7 +23,7 @@ def check_integer(least: int, most: float = math.inf, /, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} is {brief(value)}; it must be an integer")
-        if value > most:
+        if int(value) > most:
             raise ValueError(f"{name} is {brief(value)}; it must be at most {most}")
     check_at_least(least, **values)
 

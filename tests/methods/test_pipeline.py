@@ -1,5 +1,7 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
+import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -59,6 +61,32 @@ def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any],
         lambda: optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback()), AdapterError, "phi"
     )
     assert task.queries == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [RECIPE, None, pytest.param(AlgorithmS1(steps=4, evals=2, tasks=2, updates=2), marks=pytest.mark.slow)],
+    ids=["recipe", "guided", "learned"],
+)
+def test_the_errors_of_f_are_in_the_metrics_own_unit(quadratic: Callable[..., Any], strategy: Any) -> None:
+    """Of a metric in percent they are a hundred times those of the same in shares, in numbers and in words."""
+
+    def run(whole: float) -> Result[Any]:
+        task = quadratic()
+        metric = Metric(lambda model: whole * math.exp(-task.distance(model)), maximize=True, bounds=(0, whole))
+        return optimize_metric(task.judged_by(metric), queries=QUERIES, strategy=strategy, callback=Callback())
+
+    share, percent = run(1.0), run(100.0)
+    for one, other in zip(errors_of(share), errors_of(percent), strict=True):
+        assert other == pytest.approx(100 * one, rel=1e-3, abs=0.006)
+
+
+def errors_of(result: Result[Any]) -> list[float]:
+    """What a run says of f after each correlation."""
+    (line,) = (line for line in str(result).splitlines() if "Spearman" in line)
+    said = [float(each) for each in re.findall(r"[\d.]+\d", line.partition("mean absolute error")[2])]
+    assert len(said) >= 2
+    return said
 
 
 # --- Weights -----------------------------------------------------------------------------------------------------
