@@ -24,38 +24,21 @@ StrPath = str | os.PathLike[str]
 SKLEARN_SETS = ("breast_cancer", "digits", "iris", "wine")
 
 
-def split(
-    x: Tensor,
-    y: Tensor,
-    fractions: Sequence[float] = (0.7, 0.1, 0.2),
-    seed: int = 0,
-    class_names: Sequence[str] | None = None,
+def divided(
+    whole: Split, names: tuple[str, ...], fractions: Sequence[float] = (0.7, 0.1, 0.2), seed: int = 0
 ) -> Splits:
-    """Divide a set at random, the same way for the same seed.
+    """Divide a set at random, the same way for the same seed; of a table (`Unscaled`) the parts are such tables too.
 
     Args:
-        x: Inputs, ``n x ...``.
-        y: Labels, ``n`` int64 from 0, or ``n x k`` of 0 and 1.
+        whole: The set.
+        names: The name of each class.
         fractions: Shares of train, validation and test, above 0 and summing to 1.
         seed: Seed of the shuffle.
-        class_names: A name for each class; by default their numbers, up to the largest label.
 
     Raises:
         ValueError: For fractions out of range.
         DataError: For a set too small to divide this way.
     """
-    whole = Split(x, y)
-    if class_names is None:
-        count = y.shape[1] if y.ndim == 2 else len(y.bincount())
-        class_names = tuple(map(str, range(count)))
-    names = tuple(class_names)
-    return divided(whole, names, fractions, seed)
-
-
-def divided(
-    whole: Split, names: tuple[str, ...], fractions: Sequence[float] = (0.7, 0.1, 0.2), seed: int = 0
-) -> Splits:
-    """Divide a set as `split` does; of a table (`Unscaled`) the parts are such tables too."""
     check_fractions(fractions)
     if len(whole) == 0:
         raise DataError("the set to split is empty")

@@ -2,9 +2,9 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import lightning as L
@@ -147,26 +147,16 @@ class SearchPhi(L.Callback):
             self._check_logged(trainer.logged_metrics)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Check that there are batches to draw, and validation data, of which one loader at least is not trained on.
+        """Check that there are batches to draw, and validation data, the one loader or that of ``monitor``, of others.
 
         Raises:
-            DataError: There are none, or all are.
+            DataError: There are none.
         """
         self._batches(trainer)
-        judged, refused = tree_leaves(trainer.val_dataloaders), list[DataError]()
-        if place := re.search(r"/dataloader_idx_([0-9]+)$", self.monitor):
-            judged = judged[int(place[1]) :][:1]
-        for each in judged:
-            try:
-                train = getattr(trainer.train_dataloader, "dataset", None)
-                own = [each.collate_fn] if callable(getattr(each, "collate_fn", None)) else []
-                check_evidence(train, getattr(each, "dataset", each), "the validation data", *own)
-            except DataError as error:
-                refused.append(error)
-        if judged and len(refused) == len(judged):
-            raise refused[0]
-        for error in refused:
-            warnings.warn(str(error), stacklevel=2)
+        judged, place = tree_leaves(trainer.val_dataloaders), re.search(r"/dataloader_idx_([0-9]+)$", self.monitor)
+        for each in judged[int(place[1]) :][:1] if place else judged[: len(judged) == 1]:
+            train, own = getattr(trainer.train_dataloader, "dataset", None), getattr(each, "dataset", each)
+            check_evidence(train, own, "the validation data", getattr(each, "collate_fn", itemgetter(0)))
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Attach the adapter, search, and merge phi; after an error the module is as it was.

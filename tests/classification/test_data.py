@@ -1,7 +1,9 @@
 """The data of configs: divided, held out, filled in, standardised, shifted and thinned out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,6 @@ from metricopt_ext.classification.data import (
     imputed,
     load_sklearn,
     single_precision,
-    split,
     standardise,
     stratified_parts,
     with_positive,
@@ -31,6 +32,10 @@ from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.config import load_config
+
+
+def split(x: Tensor, y: Tensor, fractions: Sequence[float] = (0.7, 0.1, 0.2), seed: int = 0, names: Any = "") -> Splits:
+    return divided(Split(x, y), tuple(names or map(str, range(len(y.bincount())))), fractions, seed)
 
 
 def test_bundled_sets() -> None:
@@ -72,7 +77,7 @@ def test_the_only_example_of_a_class_is_not_held_out() -> None:
 
 
 def test_either_of_two_classes_can_be_the_positive_one() -> None:
-    splits = split(*_numbered(), class_names=["no", "yes"])
+    splits = split(*_numbered(), names=["no", "yes"])
     assert with_positive(splits, "yes") is splits
     turned = with_positive(splits, "no")
     assert turned.class_names == ("yes", "no")
@@ -167,14 +172,14 @@ def test_a_class_ratio_is_met_by_dropping_as_few_as_possible(
 
 def test_several_labels_are_divided_by_their_shares() -> None:
     y = (torch.rand(200, 3, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.5, 0.2, 0.05])).long()
-    parts = split(torch.arange(200.0)[:, None], y, (0.6, 0.2, 0.2), class_names=("a", "b", "c"))
+    parts = split(torch.arange(200.0)[:, None], y, (0.6, 0.2, 0.2), names="abc")
     for part, share in ((parts.train, 0.6), (parts.validation, 0.2), (parts.test, 0.2)):
         assert len(part) == 200 * share
         assert (part.y.sum(0) - share * y.sum(0)).abs().max() <= 2
     assert parts.num_classes == 3
     y[:, 2] = 0
     y[:2, 2] = 1
-    assert_refused(lambda: split(torch.zeros(200, 1), y, class_names=("a", "b", "c")), DataError, "'c'", "2", "200")
+    assert_refused(lambda: split(torch.zeros(200, 1), y, names="abc"), DataError, "'c'", "2", "200")
     assert_refused(lambda: Split(torch.zeros(200, 1), y + 1), DataError, "0", "1")
 
 
