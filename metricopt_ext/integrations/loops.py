@@ -1,5 +1,6 @@
 """A search in one line of a training script of one's own: tune its model for its validation, and merge phi."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.wrappers import unwrapped
+from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
@@ -80,7 +82,8 @@ def tune_model(
         What the search did.
 
     Raises:
-        DataError: The training data can't be drawn in batches.
+        DataError: The training data can't be drawn in batches; or they are those of the one DataLoader that ``metric``
+            names.
         ConfigError: Nothing tells whether higher is better; or there are several processes and an ``output_dir``, which
             they can't share.
         TypeError: ``loss`` is a function of outputs and targets, such as ``F.cross_entropy``, or a criterion whose
@@ -103,6 +106,7 @@ def tune_model(
     drawn, device = loader_batches(loader), next(inner.parameters()).device
     name = name or name_of(metric)
     higher = direction(name, maximize)
+    _check_judged(loader, metric)
     replayed = ReplayedLoss(loss, training)
     if isinstance(loss, OF_LOGITS):
         replayed.warn_of_probabilities(inner, on_device(drawn(0, 0, 0), device))
@@ -125,6 +129,18 @@ def tune_model(
         before.put_back()  # without an adapter
         raise
     return run
+
+
+def _check_judged(loader: Any, metric: Callable[..., Any]) -> None:
+    """Refuse a metric whose own names, or arguments, are of one DataLoader, and that is of what is trained on."""
+    if isinstance(metric, partial):
+        seen = [*metric.args, *metric.keywords.values()]
+    else:
+        names = inspect.getclosurevars(metric) if inspect.isfunction(metric) else None
+        seen = [] if names is None else [*names.nonlocals.values(), *names.globals.values()]
+    loaders = {id(each): each for each in seen if isinstance(each, DataLoader)}
+    if len(loaders) == 1:
+        check_evidence(getattr(loader, "dataset", None), loaders.popitem()[1].dataset, "the metric's DataLoader")
 
 
 class ReplayedLoss:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import metricopt_ext as mo
 from helpers.refusals import assert_named, assert_refused, assert_warned
@@ -180,6 +180,37 @@ def test_which_way_is_better_is_asked_for_where_nothing_tells(metric: Any) -> No
     model = network()
     assert_refused(lambda: tuned(model, metric), ConfigError, "maximize=True", "maximize=False")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def judged_on(loader: Any, model: nn.Module) -> float:
+    return float(torch.stack([(model(x).argmax(1) == y).double().mean() for x, y in loader]).mean())
+
+
+PARTS = Subset(LOADER.dataset, range(40)), Subset(LOADER.dataset, range(40, 60))
+AGAIN = DataLoader(TensorDataset(X.clone(), Y), batch_size=30)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda model: judged_on(LOADER, model),
+        lambda model: judged_on(AGAIN, model),
+        partial(judged_on, DataLoader(PARTS[0], batch_size=20)),
+    ],
+    ids=["itself", "its rows", "a part"],
+)
+def test_a_metric_of_the_training_data_is_refused(metric: Any) -> None:
+    model = network()
+    assert_refused(lambda: tuned(model, metric, maximize=True), DataError, "DataLoader")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_metric_of_other_data_is_asked() -> None:
+    train, judged = (DataLoader(part, batch_size=20) for part in PARTS)
+    model = network()
+    own = {"queries": 20, "callback": Callback(), "attach": partial(mo.attach_film, dim=4), "maximize": True}
+    for metric in (lambda: judged_on(judged, model), lambda: judged_on(judged if len(train) else train, model)):
+        assert sum(tune_model(model, train, loss, metric, **own).queries.values()) == 20
 
 
 class Stream(IterableDataset[Any]):
