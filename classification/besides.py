@@ -1,6 +1,7 @@
 """The metrics that ``metric.also`` and ``metric.subject_to`` name, those of one class among them."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -55,34 +56,31 @@ def _named(name: str, key: str, config: BesidesConfig, kind: str, classes: tuple
     metric, label = of_class(name) or ("", "")
     if metric in OF_ONE_CLASS:
         number = 0 if classes is None else class_number(label, classes, key)
-        return MetricSpec(name, True, (0.0, 1.0), _OfOneClass(metric, number, label), f"{metric} of one class")
+        return MetricSpec(
+            name, True, (0.0, 1.0), partial(_of_one_class, metric, number, label), f"{metric} of one class"
+        )
     if name in METRICS:
         return METRICS[name]
     known = ", ".join([*METRICS, *(f"{each}[CLASS]" for each in OF_ONE_CLASS)])
     raise ConfigError(f"{key}: {name!r} is none of {known}; name your own function as MODULE:FUNCTION")
 
 
-class _OfOneClass:
+def _of_one_class(metric: str, number: int, label: str, logits: Tensor, labels: Tensor) -> float:
     """Recall, precision or F-measure of one class against the rest; precision is 0 where nothing is predicted so.
 
     Args:
         metric: One of `OF_ONE_CLASS`.
         number: The class.
         label: Its name, for messages.
+        logits: ``n x c`` or ``n``.
+        labels: ``n``.
+
+    Raises:
+        DataError: No example is of the class.
     """
-
-    def __init__(self, metric: str, number: int, label: str) -> None:
-        self.metric, self.number, self.label = metric, number, label
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> float:
-        """Return the value for logits, ``n x c`` or ``n``, and labels, ``n``.
-
-        Raises:
-            DataError: No example is of the class.
-        """
-        hits, guessed, actual = (float(counts[self.number]) for counts in _counts(logits, labels))
-        if not actual:
-            raise DataError(f"no example has class {self.label!r}, which {self.metric} needs")
-        if self.metric == "recall":
-            return hits / actual
-        return hits / max(1.0, guessed) if self.metric == "precision" else 2 * hits / (guessed + actual)
+    hits, guessed, actual = (float(counts[number]) for counts in _counts(logits, labels))
+    if not actual:
+        raise DataError(f"no example has class {label!r}, which {metric} needs")
+    if metric == "recall":
+        return hits / actual
+    return hits / max(1.0, guessed) if metric == "precision" else 2 * hits / (guessed + actual)

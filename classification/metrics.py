@@ -8,6 +8,7 @@ class 1 the positive one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -146,20 +147,8 @@ def _overlap(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return tp, guessed + actual - tp
 
 
-def _f1(logits: Tensor, labels: Tensor) -> float:
-    return _positive_or_macro(*_f_measure(logits, labels))
-
-
-def _macro_f1(logits: Tensor, labels: Tensor) -> float:
-    return macro(*_f_measure(logits, labels))
-
-
-def _jaccard(logits: Tensor, labels: Tensor) -> float:
-    return _positive_or_macro(*_overlap(logits, labels))
-
-
-def _mean_iou(logits: Tensor, labels: Tensor) -> float:
-    return macro(*_overlap(logits, labels))
+def _over_classes(ratio: Callable[..., Any], mean: Callable[..., float], logits: Tensor, labels: Tensor) -> float:
+    return mean(*ratio(logits, labels))
 
 
 def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
@@ -272,50 +261,38 @@ def _mcc(logits: Tensor, labels: Tensor) -> float:
 _OVER_CLASSES = "over the classes that are present or predicted, two included"
 _PER_CLASS = "with 3 or more classes macro, the mean over the classes present"
 
-METRICS: dict[str, MetricSpec] = {
-    spec.name: spec
-    for spec in (
-        MetricSpec("mcr", False, (0.0, 1.0), _mcr, "misclassification rate"),
-        MetricSpec("accuracy", True, (0.0, 1.0), _accuracy, "share of examples classified correctly"),
-        MetricSpec(
-            "top5_accuracy",
-            True,
-            (0.0, 1.0),
-            _top5_accuracy,
-            "share of examples whose class is among the 5 of the largest logits; for 6 or more classes",
-        ),
-        MetricSpec("f1", True, (0.0, 1.0), _f1, f"F-measure of the positive class; {_PER_CLASS}"),
-        MetricSpec("macro_f1", True, (0.0, 1.0), _macro_f1, f"mean F-measure {_OVER_CLASSES}"),
-        MetricSpec("jaccard", True, (0.0, 1.0), _jaccard, f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}"),
-        MetricSpec("mean_iou", True, (0.0, 1.0), _mean_iou, f"mean TP / (TP + FP + FN) {_OVER_CLASSES}"),
-        MetricSpec(
-            "aucpr",
-            True,
-            (0.0, 1.0),
-            _aucpr,
-            f"area under the precision-recall curve (average precision); {_PER_CLASS}, each against the rest",
-        ),
-        MetricSpec("auc", True, (0.0, 1.0), _auc, f"area under the ROC curve; {_PER_CLASS}, each against the rest"),
-        MetricSpec(
-            "eer",
-            False,
-            (0.0, 1.0),
-            _eer,
-            "equal error rate, where as large a share of negatives is accepted as of positives rejected;"
-            f" {_PER_CLASS}, each against the rest",
-        ),
-        MetricSpec("mcc", True, (-1.0, 1.0), _mcc, "Matthews correlation of true and predicted classes"),
-        MetricSpec(
-            "balanced_accuracy",
-            True,
-            (0.0, 1.0),
-            _balanced_accuracy,
-            "mean (macro) recall over the classes that have examples",
-        ),
-        MetricSpec(
-            "worst_recall", True, (0.0, 1.0), _worst_recall, "lowest recall among the classes that have examples"
-        ),
-    )
+_LOWER = ("mcr", "eer")
+_KNOWN: dict[str, tuple[MetricFunction, str]] = {
+    "mcr": (_mcr, "misclassification rate"),
+    "accuracy": (_accuracy, "share of examples classified correctly"),
+    "top5_accuracy": (
+        _top5_accuracy,
+        "share of examples whose class is among the 5 of the largest logits; for 6 or more classes",
+    ),
+    "f1": (partial(_over_classes, _f_measure, _positive_or_macro), f"F-measure of the positive class; {_PER_CLASS}"),
+    "macro_f1": (partial(_over_classes, _f_measure, macro), f"mean F-measure {_OVER_CLASSES}"),
+    "jaccard": (
+        partial(_over_classes, _overlap, _positive_or_macro),
+        f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}",
+    ),
+    "mean_iou": (partial(_over_classes, _overlap, macro), f"mean TP / (TP + FP + FN) {_OVER_CLASSES}"),
+    "aucpr": (
+        _aucpr,
+        f"area under the precision-recall curve (average precision); {_PER_CLASS}, each against the rest",
+    ),
+    "auc": (_auc, f"area under the ROC curve; {_PER_CLASS}, each against the rest"),
+    "eer": (
+        _eer,
+        "equal error rate, where as large a share of negatives is accepted as of positives rejected;"
+        f" {_PER_CLASS}, each against the rest",
+    ),
+    "mcc": (_mcc, "Matthews correlation of true and predicted classes"),
+    "balanced_accuracy": (_balanced_accuracy, "mean (macro) recall over the classes that have examples"),
+    "worst_recall": (_worst_recall, "lowest recall among the classes that have examples"),
+}
+METRICS = {
+    name: MetricSpec(name, name not in _LOWER, (-1.0 if name == "mcc" else 0.0, 1.0), function, said)
+    for name, (function, said) in _KNOWN.items()
 }
 
 

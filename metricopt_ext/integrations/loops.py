@@ -109,7 +109,12 @@ def tune_model(
     _check_judged(loader, metric)
     replayed = ReplayedLoss(loss, training)
     if isinstance(loss, OF_LOGITS):
-        replayed.warn_of_probabilities(inner, on_device(drawn(0, 0, 0), device))
+        with in_mode(inner, training=False), seeded_streams(0, device):
+            outputs = inner(replayed.pair(on_device(drawn(0, 0, 0), device))[0])
+        try:
+            refuse_probabilities(logits_of(outputs))
+        except AdapterError as error:
+            warnings.warn(f"loss is {type(loss).__name__}, which takes logits, but {error}", stacklevel=2)
     before = KeptModules(inner)
     try:
         adapter = attach(inner)
@@ -175,7 +180,7 @@ class ReplayedLoss:
         device = next(model.parameters()).device
         with in_mode(model, training=self.training), seeded_streams(0, device):
             if isinstance(self.loss, nn.Module):
-                x, y = self._pair(batch)
+                x, y = self.pair(batch)
                 loss: Tensor = self.loss(model(x), y)
                 return loss
             try:
@@ -188,17 +193,7 @@ class ReplayedLoss:
                     f" {_of_outputs('criterion')}"
                 ) from error
 
-    def warn_of_probabilities(self, model: nn.Module, batch: Any) -> None:
-        """Warn where a criterion of logits is given what a softmax or sigmoid made."""
-        with in_mode(model, training=False), seeded_streams(0, next(model.parameters()).device):
-            outputs = model(self._pair(batch)[0])
-        try:
-            if isinstance(outputs, Tensor):
-                refuse_probabilities(logits_of(outputs))
-        except AdapterError as error:
-            warnings.warn(f"loss is {type(self.loss).__name__}, which takes logits, but {error}", stacklevel=3)
-
-    def _pair(self, batch: Any) -> tuple[Any, Any]:
+    def pair(self, batch: Any) -> tuple[Any, Any]:
         """Return what a criterion is of: a batch's first part, the model's input, and its second.
 
         Raises:
