@@ -119,9 +119,9 @@ class SeedRecord:
         """
         if self.seed < 0 or (folder.startswith(SEED) and folder != f"{SEED}{self.seed}"):
             raise ValueError(f"it is of seed {self.seed}, but stands in {folder}")
+        if strange := [name for name in (*self.outcomes, *self.curves) if name not in METHODS]:  # they name folders
+            raise ValueError(f"it has the method {brief(strange[0])}, which does not exist")
         for name in ("pretrained", "metricopt", *self.outcomes):
-            if name not in METHODS:
-                raise ValueError(f"it has the method {brief(name)}, which does not exist")
             if not self.outcomes.get(name):
                 raise ValueError(f"it has no outcome of {name}")
             for each in self.outcomes[name]:

@@ -55,6 +55,7 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: json.dumps({**whole, "lines": [LINE | {"values": [1.0]}]}),
         lambda whole: without("metricopt", whole),
         lambda whole: having(whole, **{"../../owned": [OUTCOME]}),
+        lambda whole: json.dumps({**whole, "curves": {"../../owned": [0.5]}}),  # whose events would be beside the run
         lambda whole: having(whole, metricopt=[OUTCOME | {"test": math.nan}]),
     ],
 )
