@@ -216,6 +216,25 @@ def test_statistics_estimated_anew() -> None:
     check_lines(make)
 
 
+def test_asking_and_telling() -> None:
+    """Every third of its lines: up to the result, which changes the model."""
+    task = search_task()
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        own = task.copied()
+
+        def work() -> None:
+            with mo.Search(own, queries=6, strategy=RandomSearch()) as search:
+                while trials := search.ask(2):
+                    for trial in trials:
+                        with trial.applied() as model:
+                            search.tell(trial.id, float(model(X).mean()))
+
+        return own.adapter.model, work
+
+    check_lines(make, every=3)
+
+
 # What Python ends itself, such as a generator that nobody needs, passes no error on.
 swallowed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

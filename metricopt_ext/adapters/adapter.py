@@ -25,6 +25,7 @@ from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.files import check_tensors, write_tensors
 from metricopt_ext.utils.kept_modules import KeptModules
+from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
@@ -205,13 +206,14 @@ class Adapter:
             AdapterError: As from `check`; nothing is changed.
         """
         with self.alone():
-            held = self.as_start()
+            held, put_back_modes = self.as_start(), kept_modes(self.model)
             self.check(start)
             try:
                 self._put(start)
                 yield self.model
                 self._put(held)
-            except BaseException:  # also one that cuts the line before short
+            except BaseException:  # also one that cuts the line before short, or a pass in which modes are pinned
+                put_back_modes()
                 self._put(held)
                 raise
 
