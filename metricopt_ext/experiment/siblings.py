@@ -154,6 +154,7 @@ def training(
         training_task = make(own)
         trained = load_trained(training_task.copied().model, folder, name) if resume else None
         if trained is None:
+            callback.say(f"{METHODS[name].title}: its training begins anew if it is stopped")
             trained = method.train(training_task, seed=seed, callback=callback)
             keep(trained, folder, name)
         queries, on_batches = sum(trained.queries.values()), sum(trained.batch_queries.values())

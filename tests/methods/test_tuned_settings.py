@@ -1,14 +1,16 @@
 """Settings of inference through a whole run: tuned first, then phi from there, counted, kept, resumed and told."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.inference import put_into
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, having
 from metricopt_ext import Callback, Metric, Result, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.tuned_settings import SETTINGS
@@ -199,3 +201,23 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     names = ("RuntimeError", "4.0", "hard", "3", "40", "phi")
     assert_refused(lambda: run(toy.judged(distance)), MetricError, *names)
     assert toy.now == {"size": 2.0, "kind": "hard"}
+
+
+@pytest.mark.parametrize(("moved", "said"), [(1, ("phi", "1 tensor")), (0, ("1 tensor",))])
+def test_what_of_the_model_changed_is_said_where_settings_are_kept(
+    quadratic: Make, moved: int, said: tuple[str, ...]
+) -> None:
+    """They were tuned at a start that has its own phi and weights, which the model has from then on."""
+    toy = Toy(quadratic)
+    phi, weight = moved * toy.task.goal, torch.full_like(toy.task.problem.layer.weight, 0.5)
+
+    def distance(model: Any) -> float:
+        apart = 5 * float((model.metricopt.phi.detach() - phi).square().sum())
+        return apart + toy.worth(toy.now) + (not torch.equal(model.weight.detach(), weight))
+
+    result = run(toy.judged(distance), 20, starts={"there": Start(phi, {}, {"weight": weight})})
+    assert result.chosen == SETTINGS
+    kept = result.what_was_kept()
+    assert re.search(having(*said), kept)
+    assert ("phi" in kept) == bool(moved)
+    assert kept in str(result)

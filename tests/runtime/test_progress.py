@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metricopt_ext.runtime.progress import INTERVAL, Bars, Callback, QueueCallback, Within, relay, told
+from metricopt_ext.runtime.progress import INTERVAL, Bars, Callback, QueueCallback, Several, Within, relay, told
 
 
 class Recorder(Callback):
@@ -116,6 +116,16 @@ def lines_of(tell: Callable[[Callback, Callable[[float], None]], None], total: i
     with Bars(Console(file=(file := io.StringIO()), width=40), clock=lambda: now) as bars:
         tell(bars.watch("seed 0", total, "accuracy"), wait)
     return file.getvalue().splitlines()
+
+
+def test_a_training_ends_where_any_of_several_would_have_it_end() -> None:
+    class Ending(Callback):
+        def goes_on(self, taken: int, left: int, seconds: float) -> bool:
+            return seconds < 3
+
+    several = Several(Callback(), Several(Ending(), Recorder()))
+    assert several.goes_on(1, 9, 2.0)
+    assert not several.goes_on(2, 8, 3.0)
 
 
 # --- The time that is left ---------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ def test_both_sides_come_first_unless_they_are_known_or_outside() -> None:
     assert first_times(INTERVAL, 0.0, known(wavy, 0.0)) == [step, -step]
     assert first_times(INTERVAL, 0.0, known(wavy, 0.0, step + 0.09)) == [-step]
     assert first_times((0.0, 5.0), 0.0, known(wavy, 0.0)) == [step]
+    assert first_times((0.0, 5.0), 0.0, known(wavy, 0.0), first=(2.5, 2.5, 4.0)) == [2.5, 4.0]
     assert LineState(INTERVAL, 0).ask().tolist() == []
     line = LineState(INTERVAL, 3)
     assert line.ask().tolist() == [[0.0]]

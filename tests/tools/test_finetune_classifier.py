@@ -180,10 +180,11 @@ SL = [
 
 
 @pytest.mark.parametrize("trains", ["phi", "scratch"])
-def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
+def test_sibling_methods_on_request(trains: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["data.name=breast_cancer", "data.standardise=true", *MLP, "shift.kind=none", "metric.name=mcr"]
     siblings = ["methods=[sl_u,sl_r]", f"siblings.trains={trains}", "siblings.threshold_evals=7", *SL]
     tool.run(config_of(*settings, *siblings), tmp_path / "run", resume=False)
+    assert capsys.readouterr().out.count("begins anew") == 2
     content = json.loads((tmp_path / "run" / "report.json").read_text())["methods"]
     spent = {name: content[name] for name in ("sl_u", "sl_r", "metricopt")}
     assert (spent["sl_u"]["queries_total"], spent["sl_r"]["queries_total"]) == (9, 9)
