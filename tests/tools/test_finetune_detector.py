@@ -151,7 +151,7 @@ def test_classes_are_those_that_the_detector_was_trained_on_in_its_order(named: 
     torch.save(model.state_dict(), tmp_path / "mine.pth")
     words = ("--config-file", tmp_path / "mine.yaml", "--weights", tmp_path / "mine.pth")
     if "square" in named:  # of which the detector knows nothing
-        with pytest.raises(SystemExit, match="error: .*mine.pth"):
+        with pytest.raises(SystemExit, match=r"error: .*mine\.pth"):
             evaluated(tmp_path / "out", test, *words)
         return
     value = evaluated(tmp_path / "out", test, *words)
