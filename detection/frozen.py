@@ -1,7 +1,7 @@
 """What phi can't change in a detector if only its box head is modulated, computed once for each image."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -160,11 +160,7 @@ class FrozenFeatures:
         """Return what a use needs of each image, `Proposals` or `Candidates`."""
         memory = self._memory(model)
         kept = memory.kept[use]
-        computes: dict[str, Callable[[Any, Example], Any]] = {
-            "detection": _proposals,
-            "loss": partial(_candidates, own=self.toolkit.labels),
-        }
-        compute = computes[use]
+        compute: Any = partial(_candidates, own=self.toolkit.labels) if use == "loss" else _proposals
         found = []
         for example in batch:
             each: Any = kept.get(example)

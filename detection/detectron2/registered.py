@@ -27,8 +27,8 @@ from metricopt_ext.utils.words import counted
 SomeSet = TypeVar("SomeSet", bound=DetectionSet)
 
 KEPT_NAMES = {"train": "train", "val": "validation", "test": "test"}  # what `own_parts` calls the parts
-ENTRY = re.compile(
-    r"(?P<name>[^=]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
+ENTRY = re.compile(  # of a name Detectron2's evaluator makes a file's
+    r"(?P<name>[^=/\\]+)=(?P<folder>.+):(?P<split>[^:\[\]]+)(\[((?P<first>\d+)%)?:((?P<last>\d+)%)?\])?", re.ASCII
 )
 
 

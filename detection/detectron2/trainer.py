@@ -78,7 +78,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             cfg.TEST.PRECISE_BN.ENABLED = False  # theta is frozen, its statistics included
             # The order of the batches, which differs from trajectory to trajectory.
             cfg.SEED = generator(settings.seed, "batches", settings.meta.index).initial_seed() % 2**31
-            warn(cfg, settings)
+            warn(settings)
         super().__init__(cfg)
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -195,12 +195,16 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         None if no set is named.
 
         Raises:
-            ConfigError: The set has fewer images than ``METRIC.IMAGES``.
+            ConfigError: The set has fewer images than ``METRIC.IMAGES``, or is trained on.
             DataError: There is no such set.
         """
         settings = metricopt_settings(cfg)
         if not settings.metric.set:
             return None
+        if settings.metric.set in cfg.DATASETS.TRAIN:
+            raise ConfigError(
+                f"METRICOPT.METRIC.SET {settings.metric.set} is one of DATASETS.TRAIN; name one that is not trained on"
+            )
         drawn = drawn_images(settings.metric.set, settings.metric.images, settings.seed)
         evaluator = cls.build_evaluator(cfg, drawn)
         result = settings.metric.name
@@ -235,7 +239,7 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
         return [*ours, *stock]
 
 
-def warn(cfg: CfgNode, settings: Settings) -> None:
+def warn(settings: Settings) -> None:
     """Say what a finetuning run lacks, which may well run without it."""
     # Meta-training's first runs have no f yet.
     finetune = settings.finetune
@@ -243,11 +247,6 @@ def warn(cfg: CfgNode, settings: Settings) -> None:
         warn_once(
             "METRICOPT.FINETUNE.VALUE_FUNCTION is empty: phi follows the loss alone; learn f, e.g. by --meta-train FILE"
             " of tools/train_detector.py, and name its file there"
-        )
-    if settings.metric.set in cfg.DATASETS.TRAIN:
-        warn_once(
-            f"METRICOPT.METRIC.SET={settings.metric.set} is one of DATASETS.TRAIN: AP50 there says little about other"
-            " images; evaluate it on a set that the detector was not trained on"
         )
 
 

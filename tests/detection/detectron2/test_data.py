@@ -34,7 +34,7 @@ from metricopt_ext.detection.detectron2.datasets import (
     registered_truth,
 )
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator
-from metricopt_ext.detection.detectron2.registered import register_parts
+from metricopt_ext.detection.detectron2.registered import register_entries, register_parts
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet
@@ -153,12 +153,20 @@ def test_phi_is_not_tuned_on_what_is_trained_on(tiny_config: Any, squares: Calla
         names = ("METRICOPT.METRIC.SET", name, "DATASETS.TRAIN")
         assert_refused(partial(check_sets, cfg, ["one"], [name]), ConfigError, *names)
         check_sets(cfg, [], [name])  # as it is evaluated
+    cfg = tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "one", "DATASETS.TRAIN", ("apart", "one"))
+    assert_refused(lambda: MetricOptTrainer.build_metric(cfg), ConfigError, *names[:1], "one", "DATASETS.TRAIN")
     for name, count in (("both", 3), ("half", 2)):
         with pytest.warns(UserWarning, match=f"1 of {count} images of {name}"):
             check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", name), ["one"], [name])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_sets(tiny_config("fpn", "BN", "METRICOPT.METRIC.SET", "apart"), ["one"], ["apart", "one"])
+
+
+@pytest.mark.parametrize("name", ["../up", "/tmp/x", "a/b", ""])
+def test_a_set_s_name_is_no_path(name: str) -> None:
+    """Detectron2's evaluator names a file after it."""
+    assert_refused(lambda: register_entries([f"{name}=squares:train"], "data"), ConfigError, "REGISTER", name)
 
 
 def outlying(data: DetectionSet) -> DetectionSet:

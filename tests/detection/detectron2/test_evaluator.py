@@ -47,7 +47,7 @@ MASKS = [
     *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.0, "METRICOPT.SEARCH.QUERIES", QUERIES),
     *("METRICOPT.METRIC.SET", "masks", "METRICOPT.METRIC.NAME", "segm/AP50"),
     *("METRICOPT.FILM.LAYERS", ("roi_heads.mask_head.mask_fcn1.norm",)),  # so boxes stay as they are
-    *("DATASETS.TRAIN", ("masks",), "DATASETS.TEST", (), "SOLVER.IMS_PER_BATCH", 1),
+    *("DATASETS.TRAIN", ("masks_train",), "DATASETS.TEST", (), "SOLVER.IMS_PER_BATCH", 1),
 ]
 
 
@@ -76,6 +76,7 @@ def masks(catalog: Any, squares: Callable[..., DetectionSet], tiny_config: Any, 
     mo.Adapter(adapted).set_phi(GOAL)
     records = as_records(squares(4))
     register("masks", records)
+    register("masks_train", records)
     for record in records:
         image = MetricOptTrainer.build_test_loader(cfg, "masks").dataset[records.index(record)]
         with torch.no_grad():

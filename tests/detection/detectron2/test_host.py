@@ -52,11 +52,13 @@ class TestDetectron2(HostTester):
     @classmethod
     def _pair(cls, tmp_path_factory: pytest.TempPathFactory) -> Any:
         made = records(tmp_path_factory.mktemp("pair"))
-        DatasetCatalog.register("host_pair", lambda: made)
-        MetadataCatalog.get("host_pair").set(thing_classes=[str(digit) for digit in range(10)])
+        for name in ("host_pair", "host_train"):
+            DatasetCatalog.register(name, lambda: made)
+            MetadataCatalog.get(name).set(thing_classes=[str(digit) for digit in range(10)])
         yield
-        DatasetCatalog.remove("host_pair")
-        MetadataCatalog.remove("host_pair")
+        for name in ("host_pair", "host_train"):
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
 
     def host(self, folder: Path, judge: Judge) -> Host:
         class Scores(DatasetEvaluator):  # type: ignore[misc]
@@ -83,7 +85,7 @@ class TestDetectron2(HostTester):
         cfg.merge_from_file(str(SMALL))
         cfg.MODEL.RPN.POST_NMS_TOPK_TEST, cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 8, 0.0
         cfg.METRICOPT.FILM.LAYERS, cfg.SOLVER.IMS_PER_BATCH = ("roi_head",), 1
-        cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("host_pair",), ()
+        cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("host_train",), ()
         cfg.METRICOPT.METRIC.SET, cfg.METRICOPT.SEARCH.QUERIES, cfg.METRICOPT.FILM.DIM = "host_pair", self.queries, 4
         cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = str(folder / "detector.pth"), str(folder / "out")
         folder.mkdir(parents=True, exist_ok=True)
