@@ -136,7 +136,7 @@ class TransformersToolkit:
         with evaluating(model), torch.no_grad():
             outputs = model(**self._inputs(model, batch))
         found = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
-        return [self._detections(model, each, size) for each, size in zip(found, sizes, strict=True)]
+        return [self._detections(model, each) for each in found]
 
     def film_layers(self, model: nn.Module, placements: Sequence[str]) -> list[str]:
         """Return the patterns of layers that some placements stand for, for `attach_film`.
@@ -215,12 +215,11 @@ class TransformersToolkit:
         labels = torch.tensor(self.labels(model), dtype=torch.int64)[example.truth.labels[kept].long()]
         return {"class_labels": labels.to(like.device), "boxes": centred.to(like)}
 
-    def _detections(self, model: nn.Module, found: dict[str, Tensor], size: tuple[int, int]) -> Detections:
-        """Return what is found of the classes, within the image, best first."""
+    def _detections(self, model: nn.Module, found: dict[str, Tensor]) -> Detections:
+        """Return what is found of the classes, best first, not clipped to the image, as transformers has it."""
         classes: dict[int, int] = {label: at for at, label in enumerate(self.labels(model))}
         places = torch.tensor([classes.get(label, -1) for label in found["labels"].tolist()], dtype=torch.int64)
         boxes, scores = found["boxes"].cpu(), found["scores"].cpu()
-        boxes = boxes.clamp(min=0).minimum(boxes.new_tensor([size[1], size[0]] * 2))
         rows = scores.argsort(descending=True, stable=True)
         rows = rows[(places[rows] >= 0) & (scores[rows] >= self.score_threshold)]
         return Detections(boxes[rows], scores[rows], places[rows])

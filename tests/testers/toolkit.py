@@ -69,6 +69,7 @@ class ToolkitTester:
     placement = "roi_head"
     samples = True  # the loss draws at random
     loss_dtype = torch.float64  # in which the library has its loss
+    clips = True  # what is found to the picture
     alone = False  # pictures of several sizes are promised not to see each other
 
     @pytest.fixture
@@ -149,8 +150,8 @@ class ToolkitTester:
         for found, each in zip(detections, batch, strict=True):
             height, width = each.image.shape[1:]
             assert not any(tensor.requires_grad for tensor in (found.boxes, found.scores))
-            assert (found.boxes >= 0).all()
-            assert (found.boxes <= torch.tensor([width, height, width, height]) + 1e-4).all()
+            beyond = (found.boxes < 0) | (found.boxes > torch.tensor([width, height, width, height]) + 1e-4)
+            assert not (self.clips and beyond.any())
             assert (found.boxes[:, 2:] >= found.boxes[:, :2]).all()
             assert ((found.scores >= 0) & (found.scores <= 1)).all()
             assert (found.scores.diff() <= 0).all()
