@@ -149,7 +149,7 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         """Return the validation images as the detector takes them, and labelled batches of them."""
         part = self.splits.validation
         inputs: Sequence[Any] = InputsOnDisk(
-            list(in_batches(part)), lambda batch: self.toolkit.inputs(self.task.adapter.model, batch)
+            in_batches(part), lambda batch: self.toolkit.inputs(self.task.adapter.model, batch)
         )
         if not self.config.data.stream:
             inputs = list(inputs)

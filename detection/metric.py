@@ -26,7 +26,7 @@ from metricopt_ext.detection.ap50 import (
     told_beyond_limit,
 )
 from metricopt_ext.detection.matching import Definition
-from metricopt_ext.detection.records import Annotated, Detections, DetectionSet, as_array
+from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
@@ -233,35 +233,28 @@ def rare_images(truth: DetectionSet) -> Rare | None:
     return rare_groups("image type", counts)
 
 
-def batches_of_one_size(images: Sequence[Annotated]) -> list[list[int]]:
-    """Divide images into batches to evaluate, by their positions.
+def in_batches(examples: Sequence[Example]) -> list[list[Example]]:
+    """Divide examples into batches to evaluate, each of one size.
 
     A batch of several sizes is padded to the largest, and what is found in a padded image is not what is found in it
-    alone, as toolkits evaluate it. So those of a batch have one size; one whose size is not known is alone.
+    alone, as toolkits evaluate it.
     """
-    of_size: dict[Any, list[int]] = {}
-    for position, each in enumerate(images):
-        of_size.setdefault((each.height, each.width) if each.height and each.width else position, []).append(position)
+    of_size: dict[tuple[int, int], list[Example]] = {}
+    for each in examples:
+        of_size.setdefault(each.size, []).append(each)
     return [
-        positions[at : at + EVALUATION_BATCH]
-        for positions in of_size.values()
-        for at in range(0, len(positions), EVALUATION_BATCH)
+        of_one[at : at + EVALUATION_BATCH]
+        for of_one in of_size.values()
+        for at in range(0, len(of_one), EVALUATION_BATCH)
     ]
-
-
-def in_batches(examples: Sequence[Example]) -> list[list[Example]]:
-    """Divide examples into batches of one size."""
-    positions = batches_of_one_size([each.truth for each in examples])
-    return [[examples[position] for position in each] for each in positions]
 
 
 def detect_all(toolkit: Toolkit, model: nn.Module, examples: Sequence[Example]) -> list[Detections]:
     """Return what a detector finds in each image, in batches of one size."""
-    found: dict[int, Detections] = {}
-    for positions in batches_of_one_size([each.truth for each in examples]):
-        batch = [examples[position] for position in positions]
-        found.update(zip(positions, toolkit.detect(model, batch), strict=True))
-    return [found[position] for position in range(len(examples))]
+    found: dict[Example, Detections] = {}
+    for batch in in_batches(examples):
+        found.update(zip(batch, toolkit.detect(model, batch), strict=True))
+    return [found[each] for each in examples]
 
 
 def detector_metric(
