@@ -109,8 +109,8 @@ def read_libsvm(paths: StrPath | Sequence[StrPath], num_features: int | None = N
         said += "; query ids (qid) are left out"
     names = tuple(np.format_float_positional(label, trim="-") for label in labels)  # with all their digits
     sizes = [part.shape[0] for part in parts]
-    named = [f"row {i + 1} of {file}" for file, size in zip(files, sizes, strict=True) for i in range(size)]
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), tuple(sizes), names=named)
+    rows_named = [f"row {i + 1} of {file}" for file, size in zip(files, sizes, strict=True) for i in range(size)]
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, Reading(said), tuple(sizes), names=rows_named)
 
 
 def load_a9a(root: StrPath) -> Labelled:

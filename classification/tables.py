@@ -115,8 +115,8 @@ def read_csv(
     found = f"{found}, {counted(len(lines), 'row')}"
     names = tuple(names_of_classes if len(targets) == 1 else targets)
     reading = Reading(found, said)
-    rows = [f"row {line}" for line in lines]
-    return Table(torch.from_numpy(x), torch.from_numpy(y), names, reading, tuple(sizes), columns=kept, names=rows)
+    named_rows = [f"row {line}" for line in lines]
+    return Table(torch.from_numpy(x), torch.from_numpy(y), names, reading, tuple(sizes), columns=kept, names=named_rows)
 
 
 def _joined(

@@ -158,9 +158,11 @@ def _joined(train: Labelled, validation: Labelled, test: Labelled) -> Splits:
     first = len(train.class_names)
     second = first + len(validation.class_names)
     names = train.class_names + validation.class_names + test.class_names
-    given, starts = (train, validation, test), (0, first, second)
-    parts = [Split(part.x, part.y + start, names=part.names) for part, start in zip(given, starts, strict=True)]
-    return disjoint(Splits(*parts, names))
+
+    def placed(part: Labelled, start: int) -> Split:
+        return Split(part.x, part.y + start, names=part.names)
+
+    return disjoint(Splits(placed(train, 0), placed(validation, first), placed(test, second), names))
 
 
 def _divided(train: Labelled, other: Labelled, seed: int) -> Splits:

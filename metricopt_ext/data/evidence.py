@@ -72,7 +72,8 @@ def leaves(data: Any, places: Sequence[int] | None = None) -> Iterator[Leaf]:
     """Yield the datasets that a dataset is made of, as by `Subset` and `ConcatDataset`, each with its items' places."""
     places = range(len(data)) if places is None else places
     held = [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, Dataset) and _indexed(each)]
-    inner, indices = getattr(data, "dataset", held[0] if held else None), getattr(data, "indices", None)
+    inner: Any = getattr(data, "dataset", held[0] if held else None)
+    indices = getattr(data, "indices", None)
     if isinstance(data, ConcatDataset):
         start = 0
         for each in data.datasets:
@@ -92,13 +93,19 @@ def _indexed(data: Any) -> bool:
 
 
 def _stored(data: Any) -> Any:
-    """What a dataset reads its inputs from, item by item: the files of torchvision's folders, an array, or None."""
+    """What a dataset reads its inputs from, item by item: files, an array, a list, or None."""
     samples, held = getattr(data, "samples", None), getattr(data, "__dict__", {})
     if isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
         return [os.path.abspath(path) for path, *_ in samples]
     arrays = [held.get("data"), *getattr(data, "tensors", ()), *held.values()]
-    of_each = (each for each in arrays if isinstance(each, Tensor | np.ndarray) and each.ndim > 1)
-    return next((each for each in of_each if len(each) == len(data)), None)
+    return next((each for each in arrays if _of_items(each) and len(each) == len(data)), None)
+
+
+def _of_items(held: Any) -> bool:
+    """Whether something may hold inputs, not labels: rows of numbers, or a list of pairs or of what has names."""
+    if isinstance(held, list):
+        return bool(held) and isinstance(held[0], tuple | Mapping)
+    return isinstance(held, Tensor | np.ndarray) and held.ndim > 1
 
 
 def _names(data: Any) -> list[Any]:
@@ -106,7 +113,7 @@ def _names(data: Any) -> list[Any]:
     names: list[Any] = []
     for leaf, places in leaves(data):
         stored = _stored(leaf)
-        files, base = isinstance(stored, list), leaf if stored is None else stored
+        files, base = isinstance(stored, list) and isinstance(stored[0], str), leaf if stored is None else stored
         names += [base[place] if files else (id(base), place) for place in places]
     return names
 

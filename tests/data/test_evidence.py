@@ -66,6 +66,19 @@ class Wrapped(Dataset[Any]):
         return x + torch.randn_like(x), y
 
 
+class Shuffled(Dataset[Any]):
+    """Rows whose words come in an order drawn anew."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        return {**self.rows[place], "input_ids": torch.randperm(50).tolist()}
+
+
 WHOLE = Own(X, Y)
 FIRST, LAST = Subset(WHOLE, range(60)), Subset(WHOLE, range(60, 100))
 ROWS = [{"input_ids": [i, i % 7], "labels": i % 2} for i in range(20)]
@@ -101,10 +114,11 @@ def folder(tmp_path: Path) -> Callable[..., Any]:
         (TensorDataset(X, Y), TensorDataset(X[ORDER], Y[ORDER]), ("100 of 100",)),
         (ROWS, [{**row} for row in reversed(ROWS)], ("20 of 20",)),
         (Pictures(FLIPPED), Pictures(PLAIN), ("60 of 60",)),
+        (Shuffled(ROWS), Shuffled(ROWS), ("20 of 20",)),
     ],
     ids=[
         *("itself", "a part", "parts that overlap", "a wrapper's part", "a part of two", "both parts", "a copy"),
-        *("shuffled, other labels", "augmented", "tensors", "rows", "one array, two transforms"),
+        *("shuffled, other labels", "augmented", "tensors", "rows", "one array, two transforms", "one list, two views"),
     ],
 )
 def test_what_was_trained_on_is_refused(train: Any, judged: Any, names: tuple[str, ...]) -> None:
