@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.modulation import Context
+from metricopt_ext.data.named_model import tensor_of
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
 from metricopt_ext.utils.modes import trains
@@ -69,7 +70,7 @@ def classification_settings(
         raise ValueError("temperature=True, but phi has one already, Outputs(temperature=True); leave one of them out")
     if not images and not temperature:
         raise ValueError("images=False and temperature=False leave nothing to set; give one of them")
-    if "forward" in vars(model) or model._forward_hooks:
+    if "forward" in vars(model) or any(each is not tensor_of for each in model._forward_hooks.values()):
         raise ValueError(
             f"{type(model).__name__} has hooks or a forward of its own, which views would not go through; give"
             " nn.Sequential(model), and attach adapters to that"
@@ -228,7 +229,7 @@ def _calling(base: type[nn.Module], state: list[Mean]) -> type[nn.Module]:
             alone = len(inputs) == 1 and not options and isinstance(inputs[0], Tensor)
             if not state or not alone or trains(self) or torch.is_grad_enabled():
                 return plain(*inputs, **options)
-            return state[0].of(self, plain, inputs[0])
+            return state[0].of(self, lambda x: tensor_of(self, None, plain(x)), inputs[0])
 
         def recalled(self, rows: tuple[int, ...]) -> Tensor | None:
             """Return the logits for images on disk without reading them, if they are kept; see `predict`."""

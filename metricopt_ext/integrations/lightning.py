@@ -1,6 +1,7 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -142,9 +143,17 @@ class SearchPhi(L.Callback):
             self._check_logged(logged, "; if it does later, set num_sanity_val_steps=0")
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Check that the validation logs what is asked for, before more is trained."""
+        """Check that the validation logs what is asked for, within its bounds, before more is trained.
+
+        Raises:
+            ConfigError: It does not log it.
+            MetricError: It is outside the bounds.
+        """
         if not trainer.sanity_checking:
             self._check_logged(trainer.logged_metrics)
+            value = float(trainer.logged_metrics[self.monitor])
+            if math.isfinite(value):  # or undefined so early in the training
+                self._metric(lambda: None).checked_cost(value)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that there are batches to draw, and validation data, the one loader or that of ``monitor``, of others.

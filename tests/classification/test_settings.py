@@ -1,5 +1,6 @@
 """Settings of a classifier's inference, beside means over views made by hand, and what is kept meanwhile."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from metricopt_ext.classification.metrics import METRICS
 from metricopt_ext.classification.settings import classification_settings, view_of
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.named_model import tensor_of
 from metricopt_ext.experiment.passes import Noticing
 from metricopt_ext.tasks.metric import Metric
 
@@ -152,3 +154,25 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
             assert metric.to_value(metric.cost(model, "test")) == pytest.approx(expected, abs=1e-6)
             assert accuracy.cost(model, "test") == 0
     assert noticing.runs == settings.passes == 1
+
+
+def test_a_model_of_named_outputs_has_the_views_of_its_logits() -> None:
+    """As a Hugging Face folder has, of whose outputs a hook takes the logits."""
+
+    class Named(nn.Module):
+        def __init__(self, plain: nn.Module) -> None:
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(logits=self.plain(x))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)).eval()
+    named, x, found = Named(plain).eval(), torch.rand(4, 3, 8, 8), []
+    named.register_forward_hook(tensor_of)
+    for model in (plain, named):
+        with torch.no_grad(), classification_settings(model).applied({"flip": True, "crops": 5}):
+            found.append(model(x))
+    torch.testing.assert_close(*found)
+    assert not torch.equal(found[0], plain(x))

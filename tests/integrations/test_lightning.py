@@ -209,6 +209,16 @@ def test_what_a_script_can_not_mean_is_refused_at_once() -> None:
     assert module.trained == len(BATCHES)
 
 
+def test_a_value_outside_its_bounds_is_said_before_more_is_trained() -> None:
+    module = Module()
+    host = trainer(callbacks=[search(bounds=(0.0, 0.1))], max_epochs=5)
+    assert_refused(lambda: host.fit(module, BATCHES, JUDGED), MetricError, "score", "(0.0, 0.1)", "bounds=None")
+    assert module.trained == len(BATCHES)
+    callback = search(bounds=None)
+    trainer(callbacks=[callback]).fit(Module(), BATCHES, JUDGED)
+    assert callback.run.after >= callback.run.before
+
+
 def test_several_validation_loaders() -> None:
     module, callback = Module(), search(monitor="score/dataloader_idx_1")
     trainer(callbacks=[callback]).fit(module, BATCHES, [JUDGED, DataLoader(TensorDataset(X, Y), batch_size=48)])
