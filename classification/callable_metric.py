@@ -154,11 +154,11 @@ def warn_of_scores(spec: MetricSpec, logits: Tensor, labels: Tensor, *columns: n
         columns: What the metric is given besides.
     """
     some, rng, found = slice(None, None, len(labels) // FEW | 1), torch.Generator().manual_seed(0), set[float]()
-    for _ in range(2 if spec.of_scores else 0):
+    for of_scores in filter(None, [spec.of_scores] * 2):
         factor = 1 + torch.rand(len(logits), 1, generator=rng).to(logits)
         with suppress(Exception), warnings.catch_warnings():  # of one that takes classes alone
             warnings.simplefilter("ignore")
-            found.add(spec.of_scores((logits * factor)[some], labels[some], *(each[some] for each in columns)))
+            found.add(of_scores((logits * factor)[some], labels[some], *(each[some] for each in columns)))
     if len(found) > 1:
         warnings.warn(
             f"{spec.name} gets the predicted classes, but has another value of probabilities; set metric.scores to"

@@ -113,7 +113,7 @@ class SearchPhi(L.Callback):
                 " the loss and takes no steps"
             )
         opposite = "min" if self.maximize else "max"
-        for each in trainer.callbacks if self._named else []:
+        for each in trainer.callbacks if self._named else []:  # type: ignore[attr-defined]
             if (getattr(each, "monitor", None), getattr(each, "mode", None)) == (self.monitor, opposite):
                 raise ConfigError(
                     f"{type(each).__name__} has mode={opposite!r} of {self.monitor!r}, which by its name means the"
