@@ -85,6 +85,7 @@ def evaluated(search: Search, ks: Sequence[int], names: Sequence[str] = (), **op
     arguments: dict[str, Any] = {"gallery": search.items, "progress": search.name, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the packages that search
         recall = recall_at_k(*search.queries, ks, **arguments)
         ranked = ranking_metrics(*search.queries, names, ks, **arguments).each if names else {}
     for said in dict.fromkeys(str(each.message) for each in caught):

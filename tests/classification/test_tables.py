@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.refusals import assert_named, assert_refused, assert_warned
+from metricopt_ext.classification.arrays import labelled
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.libsvm import load_a9a, load_libsvm, read_libsvm
 from metricopt_ext.classification.splits import load_splits
@@ -169,6 +171,23 @@ def test_a_feature_of_row_numbers_is_named(name: str, tmp_path: Path) -> None:
     ).reading
     assert reading is not None
     assert "an id: " + {"arrays": "1", "libsvm": "2"}[name] in reading.found
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_all_columns_without_a_name_are_left_out_as_advised(delimiter: str, tmp_path: Path) -> None:
+    rows = [["", "a", "y", "", ""], *([str(i), str(i * 7 % 20 / 8), "ab"[i % 2], "", ""] for i in range(40))]
+    (tmp_path / "t.csv").write_text("\n".join(map(delimiter.join, rows)))
+    settings = ["model.name=tabular_mlp", "data.name=csv", f"data.root={tmp_path / 't.csv'}", "data.target=y"]
+    assert_refused(lambda: read(settings), DataError, "column 1 of 5", "data.drop=['']")
+    reading = read([*settings, "data.drop=['']"]).reading
+    assert reading is not None
+    assert reading.inputs == ["a"]
+
+
+@pytest.mark.parametrize("labels", [["1", 1, "2"], [True, "True", False], ["a", float("nan"), "b"]])
+def test_labels_of_several_types_are_refused(labels: list[Any]) -> None:
+    x = torch.zeros(30, 2)
+    assert_refused(lambda: labelled("mine", x, np.array(labels * 10, dtype=object)), DataError, "mine", "str")
 
 
 def test_columns_for_a_metric_are_no_inputs(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Arrays from files of several kinds."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.refusals import assert_refused
-from metricopt_ext.data.arrays import read_array
+from helpers.refusals import assert_refused, assert_warned
+from metricopt_ext.data.arrays import Names, read_array
 from metricopt_ext.errors import DataError
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
@@ -129,3 +130,32 @@ def test_tables_of_embeddings(tmp_path: Path, suffix: str, labels: list[str], ex
 def test_ids_of_many_digits_stay_apart(tmp_path: Path, labels: list[str], expected: list[Any]) -> None:
     (tmp_path / "a.csv").write_text("labels\n" + "\n".join(labels))
     assert read_array(tmp_path / "a.csv", "labels").tolist() == expected
+
+
+@pytest.mark.parametrize("file", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize(
+    ("labels", "expected", "near"),
+    [
+        (["01", "1", "001", "7"], ["01", "1", "001", "7"], "'01'"),
+        (["1E5", "100000", "2"], ["1E5", "100000", "2"], "'1E5'"),
+        (["1.0", "1", "2"], ["1.0", "1", "2"], "'1.0'"),
+        (["007", "010"], ["007", "010"], ""),
+        (["Cat", "cat"], ["Cat", "cat"], "'Cat'"),
+        (["caf\u00e9", "cafe\u0301"], ["caf\u00e9", "cafe\u0301"], r"cafe\u0301"),
+        (["1.000e+00", "2.000e+00"], [1, 2], ""),
+    ],
+)
+@pytest.mark.parametrize("column", ["labels", "label"])
+def test_codes_are_what_the_file_says(
+    tmp_path: Path, file: str, labels: list[str], expected: list[Any], near: str, column: str
+) -> None:
+    (tmp_path / file).write_text("\n".join([column, *labels]))
+    read = read_array(tmp_path / file, "labels")
+    assert read.tolist() == expected
+    if near:
+        numbers = assert_warned(lambda: Names().numbered(read, tmp_path / file), near)
+        assert numbers.tolist() == list(range(len(labels)))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Names().numbered(read, tmp_path / file)

@@ -162,6 +162,44 @@ def test_what_is_not_given_is_held_out_by_class(tmp_path: Path) -> None:
     assert_warned(lambda: read_folders(*both), "1", "test", "0.png", "train")  # an image in two parts, by content
 
 
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "dev", "Dev"])
+def test_validation_beside_queries_and_a_gallery(tmp_path: Path, name: str) -> None:
+    for place, (part, classes) in enumerate({"Training": "abc", name: "de", "query": "fg", "gallery": "fg"}.items()):
+        for each in classes:
+            for i in range(2):
+                paint(tmp_path / part / each / f"{i}.png", 60 * place + 10 * ord(each) % 60 + i)
+    splits, _ = read_folders(f"data.root={tmp_path}")
+    assert splits.classes_of("validation") == ["d", "e"]
+    (tmp_path / "strange" / "h").mkdir(parents=True)
+    assert_refused(lambda: read_folders(f"data.root={tmp_path}"), DataError, "strange")
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_images_of_two_parts_are_counted_in_whatever_is_divided(tmp_path: Path, stream: str) -> None:
+    for i in range(12):
+        for place in range(2):
+            paint(tmp_path / "all" / f"c{i:02}" / f"{place}.png", 2 * (i % 6) + place)
+    settings = [f"data.root={tmp_path / 'all'}", "data.fractions=[0.4,0.3,0.3]", f"data.stream={stream}"]
+    with pytest.warns(UserWarning, match="in another part") as told:
+        splits, parts = read_folders(*settings)
+    seen, said = {row.number for row in parts["train"]}, str(told[0].message)
+    for name in ("validation", "test"):
+        count = sum(row.number in seen for row in parts[name])
+        assert (f"{count} of {len(parts[name])} images of {name}" in said) == (count > 0)
+        seen |= {row.number for row in parts[name]}
+    assert len(splits.class_names) == 12
+
+
+@pytest.mark.parametrize("names", [("Cat", "cat"), ("01", "1"), ("a b", "a  b")])
+def test_classes_of_nearly_one_name_are_named(tmp_path: Path, names: tuple[str, str]) -> None:
+    for number, name in enumerate((*names, *"defghijk")):
+        for place in range(2):
+            paint(tmp_path / "all" / name / f"{place}.png", 2 * number + place)
+    assert_warned(
+        lambda: read_folders(f"data.root={tmp_path / 'all'}", "data.fractions=[0.4,0.3,0.3]"), *map(repr, names)
+    )
+
+
 def test_cub_has_its_classes_in_images(tmp_path: Path) -> None:
     for name in ("images.txt", "image_class_labels.txt", "classes.txt"):
         (tmp_path / name).write_text("1 a\n")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,21 @@ def test_cosine_is_that_of_pytorch_metric_learning(folder: Path) -> None:
     theirs = base.get_accuracy(x, y - 2**24)  # which it would take for one class
     found = evaluate(folder, *QUERIES, "--ks", "1", "--distance", "cosine")["galleries"][0]["recall"]["1"]
     assert found == pytest.approx(theirs["precision_at_1"])
+
+
+def test_what_a_search_warns_of_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warning(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("overflow encountered", RuntimeWarning, stacklevel=1)
+        warnings.warn("of a package", DeprecationWarning, stacklevel=1)
+        return recall_at_k(*arguments, **options)
+
+    monkeypatch.setattr("metricopt_ext.retrieval.evaluation.recall_at_k", warning)
+    evaluate(folder, *QUERIES, "--ks", "1")
+    said = capsys.readouterr().out
+    assert "overflow encountered" in said
+    assert "of a package" not in said
 
 
 @pytest.fixture(scope="module")
