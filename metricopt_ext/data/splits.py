@@ -105,5 +105,5 @@ def check_fractions(fractions: Sequence[float]) -> None:
     Raises:
         ValueError: The shares are rejected; the message gives them.
     """
-    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+    if not (len(fractions) == 3 and min(fractions) > 0 and abs(sum(fractions) - 1) <= 1e-6):  # NaN is none
         raise ValueError(f"fractions must be three numbers above 0 that sum to 1, got {tuple(fractions)}")

@@ -12,6 +12,7 @@ from metricopt_ext.utils.checks import check_above, check_finite
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.words import nearest
 
+MOST_RATE = 1e9  # at which no training goes well, and numbers of 32 bits last
 USUAL = "usual"  # settings that are worth it, in place of their names
 
 
@@ -42,6 +43,7 @@ class TrainingConfig:
         """
         with config_section("model"):
             check_above(0, lr=self.lr)
+        check_at_least(0, {"model.lr": self.lr}, MOST_RATE)
         check_at_least(1, {"model.epochs": self.epochs})
 
 

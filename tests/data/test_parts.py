@@ -1,5 +1,6 @@
 """Examples in parts: their tensors, parts of one's own, and parts of a size."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,7 @@ def test_fractions_may_sum_to_one_but_for_rounding() -> None:
     assert sum((0.7, 0.2, 0.1)) != 1
     check_fractions((0.7, 0.2, 0.1))
     assert_refused(lambda: check_fractions([0.7, 0.2, 0.11]), ValueError, "1", "(0.7, 0.2, 0.11)")
+    assert_refused(lambda: check_fractions([math.nan, 0.5, 0.5]), ValueError, "nan")
 
 
 @pytest.mark.parametrize("around", ["", "dataset/"])

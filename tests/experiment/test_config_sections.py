@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from helpers.refusals import assert_refused
+from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.data.shift import ImageShift
-from metricopt_ext.errors import ConfigError
+from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.config_sections import ShiftConfig, TrainingConfig
+from metricopt_ext.utils.config import load_config
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,30 @@ def test_a_shift_of_images_has_the_settings_and_no_settings_change_nothing() -> 
     assert config.image_shift() == ImageShift(contrast=0.5, noise_std=0.2, rotation_degrees=30.0)
     assert ShiftConfig().image_shift() == ImageShift()
     assert_refused(lambda: ShiftConfig(contrast=2.0).image_shift(), ValueError, "contrast", "0", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("seed", (-1, 2**32, 2**64, 1.5, "nan", "x")),
+        ("seeds", (-1, 0, 2**32, 2**64)),
+        ("adapter.dim", (-1, 0, 10_001, 2**64, 1.5, "nan")),
+        ("batch_size", (-1, 0, 10**7, 2**64)),
+        ("model.batch_size", (-1, 0, 10**7, 2**64)),
+        ("data.image_size", (-1, 10_001, 2**64)),
+        ("model.lr", (-1, 0, "nan", "inf", 1e300)),
+        ("threads", (-1, 0, 10**5, 2**64)),
+        ("workers", (-1, 0, 10**5, 2**64)),
+        ("queries", (-1, 0, 2**64)),
+        ("population", (-1, 0, 2**64)),
+        ("finetune.steps", (-1, 2**64)),
+    ],
+)
+def test_sizes_out_of_range_are_refused_by_their_key(key: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        overrides = ["data.name=digits", "model.name=small_cnn", "metric.name=accuracy", f"{key}={value}"]
+        assert_refused(
+            lambda given=overrides: load_config(ClassificationConfig, None, given).check(),
+            (ConfigError, BudgetError),
+            key.rpartition(".")[2],
+        )
