@@ -591,6 +591,7 @@ class Trials:
         if not self._settled:  # what is told of an open batch counts too
             self._tell_state()
         end = self._state.end()
+        self._state.forget_open()
         part = None if self._part is None else self._answer(self._part.id)
         known = None if self._part is None or part is None else (self._part.phi, part)
         stage = None if self._stage is None else self._stage.end()

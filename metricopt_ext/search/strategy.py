@@ -218,6 +218,10 @@ class SearchState(ABC):
             self.close(closed)
             self._closed = closed
 
+    def forget_open(self) -> None:
+        """Forget what was told of the open batch, as by somebody who looked at `end` alone; it is told again."""
+        self._answers = {}
+
     def close(self, answers: Answers) -> None:
         """Take a batch, all of which was answered."""
         for point, evaluation in answers:

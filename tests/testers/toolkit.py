@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -45,11 +46,15 @@ def modes(model: nn.Module) -> dict[str, bool]:
 
 
 def same(ours: Any, other: Any, atol: float = 1e-9) -> bool:
-    """Whether the same is found in a picture; a difference is only by rounding."""
-    if len(ours.scores) != len(other.scores) or not torch.equal(ours.labels, other.labels):
+    """Whether the same is found in a picture; a difference is only by rounding, which may swap what is tied."""
+    if len(ours.scores) != len(other.scores):
         return False
-    scores = torch.allclose(ours.scores.double(), other.scores.double(), rtol=0, atol=atol)
-    return scores and torch.allclose(ours.boxes.double(), other.boxes.double(), rtol=0, atol=1e5 * atol)
+    first, second = (torch.from_numpy(np.lexsort([*each.boxes.double().T, each.labels])) for each in (ours, other))
+    if not torch.equal(ours.labels[first], other.labels[second]):
+        return False
+    scores = torch.allclose(ours.scores[first].double(), other.scores[second].double(), rtol=0, atol=atol)
+    boxes = torch.allclose(ours.boxes[first].double(), other.boxes[second].double(), rtol=0, atol=1e5 * atol)
+    return scores and boxes
 
 
 def assert_same(ours: Sequence[Any], others: Sequence[Any], atol: float = 1e-9) -> None:

@@ -34,6 +34,8 @@ def film() -> mo.Adapter:
 
 
 class TestAdapter(SavedTester):
+    error = mo.errors.FileFormatError, mo.errors.AdapterError  # one of the file, or of tensors that the model has not
+
     def make(self) -> Any:
         return film()
 
