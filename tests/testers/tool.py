@@ -169,6 +169,19 @@ class FinetuneTester:
         assert left(folder) == before
         assert run_began(folder) <= (folder / "seed-0" / "model.safetensors").stat().st_mtime
 
+    @pytest.mark.slow
+    def test_a_damaged_record_is_made_anew_as_told(self, counting: tuple[Path, list[int]]) -> None:
+        """By deleting it, and without a query, on validation or test, that was answered before."""
+        folder, asked = counting
+        words, before, record = self.counted_words(folder, "--resume"), left(folder), folder / "seed-0" / "record.json"
+        record.write_text("{")
+        assert_named(refused(self.program, *words), record, "delete it")
+        record.unlink()
+        with own.counting() as again:
+            call(self.program, *words)
+            assert not {*again} & {*sorted({*asked})[-2:]}
+        assert left(folder) == before
+
     def test_its_settings_are_shown_and_read_again(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shown = []
         for words in (self.counted_words(tmp_path / "run", "queries=33"), ("--config-file", tmp_path / "shown.yaml")):
