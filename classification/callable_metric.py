@@ -112,7 +112,7 @@ def from_callable(
         maximize,
         None if math.isinf(high - low) else (low, high),
         partial(function, scores),
-        f"{label} of the {scores}",
+        f"a function of the {scores}",
         tuple(columns),
         of_scores=partial(function, "probabilities") if unsure else None,
     )

@@ -11,10 +11,10 @@ HIGHER = re.compile(
     r"|quality|[dr](?=2\b)|recall|reciprocal|reward|roc|rouge|sensitivity|similarity|spearmanr?|specificity|ssim"
     r"|wins?)[0-9]*\b"
 )
-LOWER = re.compile(
-    r"\b(b?ce|bouldin|brier|cer|costs?|deviance|distances?|divergence|ece|eer|entropy|err|errors?|fid|fnr|fpr|kl|latency"
-    r"|logloss|loss|losses|mae|mcr|misclassification|nll|perplexity|pinball|ppl|regret|risk|r?ms(le|e)|s?mape|ter"
-    r"|wer)[0-9]*\b"
+LOWER = re.compile(  # but not in d2_log_loss_score, which is higher-better as r2_score is
+    r"^(?!.*\b[dr]2\b).*\b(b?ce|bouldin|brier|cer|costs?|deviance|distances?|divergence|ece|eer|entropy|err|errors?"
+    r"|fid|fnr|fpr|kl|latency|logloss|loss|losses|mae|mcr|misclassification|nll|perplexity|pinball|ppl|regret|risk"
+    r"|r?ms(le|e)|s?mape|ter|wer)[0-9]*\b"
 )
 SCORE = re.compile(r"\b(scores?|top[0-9]+)\b")  # higher by convention, unless it is of what is lower-better
 TURNS = re.compile(  # what may turn the meaning of the word beside it

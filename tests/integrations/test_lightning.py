@@ -249,7 +249,7 @@ def test_training_data_beside_what_counts_are_let_pass() -> None:
 
 
 # Names that say which way is better, and those that don't, or say both.
-HIGHER = "val_f1 valid/mAP50 Acc@1 val_acc_epoch meanIoU BinaryF1Score recall@1 ndcg@10 bbox/AP50 r2_score top5 score"
+HIGHER = "val_f1 valid/mAP50 Acc@1 val_acc_epoch meanIoU BinaryF1Score recall@1 ndcg@10 bbox/AP50 d2_brier_score top5"
 LOWER = (
     "val_loss validation/loss valLoss eval_wer CER val_rmse MAE perplexity ppl error_rate top1_err fpr95 EER ECE fid kl"
     " brier_score log_loss MSELoss total_cost regret latency fid_score loss/dataloader_idx_1"
