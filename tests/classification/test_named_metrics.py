@@ -272,6 +272,19 @@ def test_what_would_have_other_values_of_scores_is_warned_of_until_it_is_told(tm
         assert also["sklearn.metrics:brier_score_loss"].function(ROWS, TRUE) == pytest.approx(BRIER)
 
 
+def test_a_direction_that_a_name_does_not_say_is_told() -> None:
+    neutral = "metric.name=helpers.own:saved"
+    assert_warned(lambda: config_of(neutral).check(), "helpers.own:saved", "higher", "metric.maximize")
+    for told in (
+        [neutral, "metric.maximize=false"],
+        ["metric.name=sklearn.metrics:zero_one_loss"],
+        ["metric.name=mcr"],
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            config_of(*told).check()
+
+
 def test_scores_of_several_classes_and_labels() -> None:
     logits, labels = outputs()
     expected = sklearn.metrics.roc_auc_score(labels, logits.double().softmax(1), multi_class="ovr")

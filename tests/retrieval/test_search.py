@@ -15,6 +15,7 @@ pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses, miners, samplers, testers, trainers
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused, assert_warned
@@ -322,6 +323,29 @@ def test_the_metric_and_its_halves(gallery: bool) -> None:
     assert evaluation.halves == pytest.approx(tuple(expected(half) for half in halves), abs=1e-12)
     assert len({evaluation.cost, *evaluation.halves}) > 1
     assert evaluated is None or evaluated == [("gallery", ["gallery"]), ("val", ["gallery"])]
+
+
+class OfRanks(AccuracyCalculator):  # type: ignore[misc]
+    """Its further metrics are better if lower; one of their names says so."""
+
+    def calculate_first_error(self, knn_labels: Any, query_labels: Any, **known: Any) -> float:
+        return float((knn_labels[:, 0] != query_labels).double().mean())
+
+    def calculate_mean_rank(self, knn_labels: Any, query_labels: Any, **known: Any) -> float:
+        return self.calculate_first_error(knn_labels, query_labels)
+
+    def requires_knn(self) -> list[str]:
+        return [*super().requires_knn(), "first_error", "mean_rank"]
+
+
+def test_which_way_is_better_is_said_by_the_name_or_asked_for() -> None:
+    trunk, tester = make_trunk(), make_tester()
+    tester.accuracy_calculator = OfRanks(include=("first_error", "mean_rank", "precision_at_1"), device=CPU)
+    parts = (make_trainer(trunk), tester, mo.attach_film(trunk, dim=D), {"val": pairs(7)})
+    of = {name: trainer_task(*parts, metric=name).metric.maximize for name in ("first_error", "precision_at_1")}
+    assert of == {"first_error": False, "precision_at_1": True}
+    assert_refused(lambda: trainer_task(*parts, metric="mean_rank"), ConfigError, "mean_rank", "maximize=False")
+    assert not trainer_task(*parts, metric="mean_rank", maximize=False).metric.maximize
 
 
 def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -> None:
