@@ -66,17 +66,17 @@ class Wrapped(Dataset[Any]):
         return x + torch.randn_like(x), y
 
 
-class Shuffled(Dataset[Any]):
-    """Rows whose words come in an order drawn anew."""
+class View(Dataset[Any]):
+    """Rows, whose words perhaps come in an order drawn anew."""
 
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
+    def __init__(self, rows: list[Any], shuffled: bool) -> None:
+        self.rows, self.shuffled = rows, shuffled
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, place: int) -> Any:
-        return {**self.rows[place], "input_ids": torch.randperm(50).tolist()}
+        return {**self.rows[place], "input_ids": torch.randperm(50).tolist() if self.shuffled else [place]}
 
 
 WHOLE = Own(X, Y)
@@ -114,7 +114,7 @@ def folder(tmp_path: Path) -> Callable[..., Any]:
         (TensorDataset(X, Y), TensorDataset(X[ORDER], Y[ORDER]), ("100 of 100",)),
         (ROWS, [{**row} for row in reversed(ROWS)], ("20 of 20",)),
         (Pictures(FLIPPED), Pictures(PLAIN), ("60 of 60",)),
-        (Shuffled(ROWS), Shuffled(ROWS), ("20 of 20",)),
+        (View(ROWS, True), View(ROWS, False), ("20 of 20",)),
     ],
     ids=[
         *("itself", "a part", "parts that overlap", "a wrapper's part", "a part of two", "both parts", "a copy"),
