@@ -117,7 +117,7 @@ def _judged(
         outcomes[method].append(outcome(method, end))
     paths = {name: reached[-1].path for name, reached in results.items() if curves}
     along = {
-        name: [judge(validation, phi) for phi in told(path, callback, f"curve of {METHODS[name].title}")]
+        name: [judge(validation, phi) for phi in told(list(path), callback, f"curve of {METHODS[name].title}")]
         for name, path in paths.items()
         if path is not None
     }

@@ -166,8 +166,9 @@ def load_with_origins(
         key = getattr(error, "full_key", None) or ""
         if key and key.partition("[")[0] not in known:
             raise ConfigError(f"{where}{_unknown(key, known, None)}") from error
-        text = _within(_texts(file), key.partition("[")[0]) if key and where == in_file else None
-        named = f"{key}: " if text is None and key and where == in_file else f"{key} is {brief(text)}; " if text else ""
+        place = key if where == in_file else ""
+        written = _within(_texts(file), place.partition("[")[0]) if place else None
+        named = "" if not place else f"{place}: " if written is None else f"{place} is {brief(written)}; "
         said = " ".join(str(error).partition("    full_key:")[0].split())
         if isinstance(error, MissingMandatoryValue):
             said = "it has no value"
