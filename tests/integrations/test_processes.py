@@ -16,7 +16,8 @@ import metricopt_ext as mo
 folder, world = sys.argv[1], int(sys.argv[2])
 x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = (x[:, 0] > 0.5).long()
-data, told = TensorDataset(x, y), {"queries": 16, "callback": mo.Callback()}
+data, trained_on = TensorDataset(x, y), TensorDataset(x + 1e-9, y)
+told = {"queries": 16, "callback": mo.Callback()}
 
 def network():
     torch.manual_seed(0)
@@ -46,7 +47,7 @@ def fails():
 loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 def tune(metric=metric, **options):
-    return tune_model(wrapped, DataLoader(data, 20), loss, metric, **told, **options), model, rank
+    return tune_model(wrapped, DataLoader(data, 20), loss, metric, maximize=True, **told, **options), model, rank
 
 try:
     tune(fails)
@@ -79,7 +80,7 @@ def tune(**options):
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
     own = {"strategy": "ddp"} if world > 1 else {}
     host = L.Trainer(accelerator="cpu", devices=world, max_epochs=1, callbacks=[search], **own, **quiet)
-    host.fit(module, DataLoader(data, batch_size=20), DataLoader(data, batch_size=30))
+    host.fit(module, DataLoader(trained_on, batch_size=20), DataLoader(data, batch_size=30))
     return search.run, module, host.global_rank
 """
 
