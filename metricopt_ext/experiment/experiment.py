@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -282,13 +282,12 @@ class _Saving(Callback):
     """Saves the tuned model at the first outcome, which is MetricOpt's."""
 
     def __init__(self, experiment: Experiment[Any]) -> None:
-        self._save: Callable[[], None] | None = experiment.save_tuned
+        self._left = [experiment.save_tuned]
 
     def outcome(self, before: float, after: float) -> None:
         """Save it, once."""
-        if self._save is not None:
-            self._save()
-        self._save = None
+        while self._left:
+            self._left.pop()()
 
 
 def run_seed(

@@ -307,11 +307,6 @@ def known_keys(schema: Any, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def leaf_keys(schema: Any) -> list[str]:
-    """Return the keys of a schema, or of a configuration, that are no sections."""
-    return [key for key, kind in known_keys(schema).items() if not is_dataclass(kind)]
-
-
 def is_optional_section(kind: Any) -> bool:
     """Tell whether a field's type is that of a section that may be None."""
     return isinstance(kind, types.UnionType) and any(is_dataclass(each) for each in get_args(kind))

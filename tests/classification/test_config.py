@@ -7,7 +7,7 @@ import pytest
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.utils.config import leaf_keys, load_config
+from metricopt_ext.utils.config import known_keys, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
 
@@ -45,7 +45,7 @@ def test_keys_of_a_table_are_there_for_a_table() -> None:
     table = load_config(ClassificationConfig, None, ["data.name=csv", "model.name=tabular_mlp", "data.target={y"])
     assert (table.data.name, getattr(table.data, "target", None)) == ("csv", "{y")
     other = load_config(ClassificationConfig, None, ["data.name=iris", "model.name=tabular_mlp"])
-    own = set(leaf_keys(table)) - set(leaf_keys(other))
+    own = known_keys(table).keys() - known_keys(other).keys()
     names = ("target", "targets", "drop", "categories", "missing")
     assert own == {f"data.{name}" for name in (*names, "train", "val", "test")}
     named = ("data.missing", "data.name=csv", "data.name=iris")
