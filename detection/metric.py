@@ -34,7 +34,7 @@ from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.own_metric import number_within, try_on_few, why
 
-EVALUATION_BATCH = 8
+BATCH = 8
 PRECISIONS = (*METRICS, *(f"{kind}/{name}" for kind in KINDS if kind != "bbox" for name in METRICS))
 
 ValueOn = Callable[[Sequence[int] | None], float]  # the value on images at some positions, or on all
@@ -234,27 +234,24 @@ def rare_images(truth: DetectionSet) -> Rare | None:
 
 
 def in_batches(examples: Sequence[Example]) -> list[list[Example]]:
-    """Divide examples into batches to evaluate, each of one size.
-
-    A batch of several sizes is padded to the largest, and what is found in a padded image is not what is found in it
-    alone, as toolkits evaluate it.
-    """
+    """Divide examples into batches for statistics, each of one size, so that no padding counts."""
     of_size: dict[tuple[int, int], list[Example]] = {}
     for each in examples:
         of_size.setdefault(each.size, []).append(each)
-    return [
-        of_one[at : at + EVALUATION_BATCH]
-        for of_one in of_size.values()
-        for at in range(0, len(of_one), EVALUATION_BATCH)
-    ]
+    return [of_one[at : at + BATCH] for of_one in of_size.values() for at in range(0, len(of_one), BATCH)]
 
 
 def detect_all(toolkit: Toolkit, model: nn.Module, examples: Sequence[Example]) -> list[Detections]:
-    """Return what a detector finds in each image, in batches of one size."""
-    found: dict[Example, Detections] = {}
-    for batch in in_batches(examples):
-        found.update(zip(batch, toolkit.detect(model, batch), strict=True))
-    return [found[each] for each in examples]
+    """Return what a detector finds in each image, one at a time, as toolkits evaluate it.
+
+    In a batch an image is padded for others, and even without, what is found is rounded otherwise.
+    """
+    found = list[Detections]()
+    for at in range(0, len(examples), BATCH):
+        for each in examples[at : at + BATCH]:
+            each.begin()
+        found += [toolkit.detect(model, [each])[0] for each in examples[at : at + BATCH]]
+    return found
 
 
 def detector_metric(

@@ -102,7 +102,7 @@ def test_what_is_constrained_is_told_by_the_same_detections() -> None:
     metric = detector_metric(mean, Toolkit(), examples, CLASSES, also=also, subject_to=subject_to)  # type: ignore[arg-type]
     evaluation = metric.evaluate(nn.Identity(), "x")
     per_class = average_precision(FOUND, TRUTH, "voc").per_class
-    assert calls == [4]
+    assert calls == [1] * 4
     assert evaluation.also == {"ap50[platelets]": per_class["Platelets"]}
     assert evaluation.cost == pytest.approx(1 - (1 + per_class["Platelets"]) / 2)
     assert evaluation.halves is not None
