@@ -33,7 +33,7 @@ from metricopt_ext.experiment.style import direction, markdown_table, print_tabl
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.searched import search_results
+from metricopt_ext.methods.evaluating import search_results
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown

@@ -9,11 +9,11 @@ from .adapters.attach import load_adapter as load_adapter
 from .adapters.signature import Outputs as Outputs
 from .adapters.start import Start as Start
 from .adapters.start import StartLine as StartLine
+from .methods.ask_and_tell import Search as Search
 from .methods.assess import assess as assess
 from .methods.finished_run import load_run as load_run
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.result import Result as Result
-from .methods.search import Search as Search
 from .methods.soups import soup_starts as soup_starts
 from .methods.starts import batchnorm_start as batchnorm_start
 from .runtime.progress import Callback as Callback

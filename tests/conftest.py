@@ -306,7 +306,7 @@ def forked(tmp_path: Path) -> Callable[..., str]:
     def launch(script: str, world: int, *arguments: str) -> str:
         context, processes, printed = multiprocessing.get_context("forkserver"), list[Any](), list[Path]()
         context.set_forkserver_preload(
-            ["torch._dynamo", "torchvision", "sklearn.metrics", "metricopt_ext.methods.search"]
+            ["torch._dynamo", "torchvision", "sklearn.metrics", "metricopt_ext.methods.ask_and_tell"]
         )
         with socket.socket() as free:
             free.bind(("localhost", 0))

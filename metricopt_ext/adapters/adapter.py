@@ -175,7 +175,7 @@ class Adapter:
                 parameter, or one of another shape or type; or one tensor with two names is given two values.
         """
         self.check_phi(start.phi)
-        if not start.phi.isfinite().all():
+        if not start.phi.is_meta and not start.phi.isfinite().all():
             raise AdapterError(f"phi is not finite: {brief(start.phi.tolist())}")
         self._given(start)
 

@@ -33,8 +33,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent
 from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.start_lines import divided
-from metricopt_ext.methods.starts import all_starts, best_start, with_start
+from metricopt_ext.methods.starts import all_starts, best_start, divided
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.constraints import Limits
@@ -107,7 +106,7 @@ class Opening:
             "chosen": shown(started.chosen),
             "queries": started.spent,
             "validation": {shown(name): task.metric.to_value(each.cost) for name, each in started.evaluated.items()},
-            "test": {shown(name): judge(with_start(test, start), start.phi) for name, start in started.starts.items()},
+            "test": {shown(name): judge(test, start) for name, start in started.starts.items()},
             "seconds": self.seconds,
             "passes": asdict(self.passes),
         }

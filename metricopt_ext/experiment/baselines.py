@@ -18,20 +18,21 @@ from metricopt_ext.experiment.method import METHODS, Baseline, End, Meter, Reach
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent, Trace, with_budget
+from metricopt_ext.methods.evaluating import Evaluating, search_results, searched
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.searched import search_results
 from metricopt_ext.methods.strategy import LearningStrategy
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.methods.tuning import finetune
 from metricopt_ext.runtime.progress import Callback, Within
+from metricopt_ext.search.asking import Asking, labelled
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.settings_stage import SettingsState
+from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint
+from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -152,11 +153,11 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
             meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
                 first, queries = limited.evaluate(start, "settings"), queries - 1
-            state = SettingsState(tuned, first, queries)
-            while batch := state.ask():
-                for index, values in enumerate(batch):
-                    state.tell(index, limited.with_values(values).evaluate(start, "settings"))
-            end = state.end()
+            stage = SettingsStage(tuned, Start(start), first, queries)
+            asking = Asking(labelled(stage.batches(), "settings", "start"), Log(None, task.metric))
+            for _ in Evaluating(limited, asking, Callback()).trials():
+                pass
+            end = stage.end()
             kept = end.values if accepted(end, confidence) else tuned.first
             yield meter.reached(replace(started.starts[started.chosen], settings=kept))
 
@@ -175,15 +176,13 @@ def with_settings_of(baseline: Baseline, settings: Callable[[], Settings]) -> Ba
     return replace(baseline, run=run)
 
 
-def on_file(started: Started, task: FinetuneTask) -> KeptEvaluations:
+def on_file(started: Started, task: FinetuneTask) -> Log:
     """Return the evaluations of the starts that were asked, as a run that is resumed has them on file."""
-    kept = KeptEvaluations(None, task.metric)
+    kept = Log(None, task.metric)
     names = ["start", *(name for name in started.starts if name != "start")]
     for id, name in enumerate(names):
         if name in started.evaluated:
-            start = started.starts[name]
-            point = KeptPoint.of(id, start.phi, start)
-            kept.tell(KeptEvaluation.evaluated(point, started.evaluated[name], task.metric.repeats))
+            kept.append([Entry.of(id, started.starts[name]).told(started.evaluated[name], task.metric.repeats)])
     return kept
 
 
@@ -235,7 +234,8 @@ def searching(search: SearchStrategy) -> Baseline:
     """
     if not search.anytime:
         each = at_each_budget(
-            lambda task, start, queries, seed: search(task, start, queries, seed=seed).phi, search.least_queries
+            lambda task, start, queries, seed: searched(task, search, start, queries, seed=seed).phi,
+            search.least_queries,
         )
         return replace(each, constrained=True)
 
@@ -244,7 +244,7 @@ def searching(search: SearchStrategy) -> Baseline:
         trace = Trace(limited)
         try:
             with limited.metric.calling(trace):
-                search(limited, start, max(budgets), seed=seed)
+                searched(limited, search, start, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
         for queries in budgets:

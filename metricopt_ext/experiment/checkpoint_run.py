@@ -12,12 +12,11 @@ from metricopt_ext.adapters.mixed_file import MixedFile
 from metricopt_ext.adapters.skeleton import Norms
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
+from metricopt_ext.methods.ask_and_tell import Search, Trial
 from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.search import Search
-from metricopt_ext.methods.trial import Trial
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion

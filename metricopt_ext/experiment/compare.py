@@ -16,7 +16,6 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method import METHODS, End, Method, Reached, check_known
 from metricopt_ext.experiment.record import Outcome
-from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.tasks.cached_metric import CachedMetric
@@ -148,7 +147,7 @@ def judge(task: FinetuneTask, end: End) -> float:
     if isinstance(end, nn.Module):
         cost = task.cost_of(end, "judge")
     elif isinstance(end, Start):
-        cost = with_start(task, end).cost(end.phi, "judge")
+        cost = task.evaluate_start(end, "judge").cost
     else:
         cost = task.cost(end, "judge")
     return task.metric.to_value(cost)

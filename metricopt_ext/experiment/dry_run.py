@@ -18,11 +18,12 @@ from metricopt_ext.experiment.style import direction, print_points, print_table
 from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.recipe_settings import START_QUERIES
-from metricopt_ext.methods.start_lines import PlannedLine, divided, planned_lines
+from metricopt_ext.methods.starts import divided
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.probe import GRADIENTS
+from metricopt_ext.search.stages import PlannedLine, planned_lines
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.threads import num_threads

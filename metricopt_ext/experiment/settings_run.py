@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.constrained import Constrained, besides, decide_within, ranked
@@ -14,10 +17,12 @@ from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.settings_stage import SettingsState
+from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, labelled
+from metricopt_ext.search.stages import SettingsEnd, SettingsStage
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.tasks.settings import Value, Values
@@ -293,23 +298,31 @@ class SettingsRun(ProgramRun):
             ledger.keep(first, defaults or self.score_defaults())
             callback.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
         before = self._at(ledger, self.settings.defaults)
-        visited = [self._evaluation(before)]
+        asking = Asking(self._asked(queries // repeats - 1), Log(None, self._scale), repeats)
+        while batch := asking.next_batch():
+            values = [self.settings.complete(each.at.settings) for each in batch]
+            self._score_batch(ledger, batch[0].id, values, jobs, failures, callback)
+            for trial, chosen in zip(batch, values, strict=True):
+                found = ledger.found(self.settings.texts(chosen))
+                asking.tell(trial.id, self._evaluation(found) if isinstance(found, Score) else FAILED)
+        assert asking.end is not None
+        visited = [each for trial in asking.trials if (each := asking.answer(trial.id)) is not None]
         limits = Limits.of(self.constraints, visited[0])
-        rank = partial(ranked, limits=limits)
-        state = SettingsState(self.settings, visited[0], queries // repeats - 1, rank)
-        while batch := state.ask():
-            self._score_batch(ledger, len(visited), batch, jobs, failures, callback)
-            found = [ledger.found(self.settings.texts(values)) for values in batch]
-            known = [*visited, *(self._evaluation(each) for each in found if isinstance(each, Score))]
-            worst = max(known, key=lambda each: each.cost)._replace(failed=True)
-            for index, each in enumerate(found):
-                visited.append(self._evaluation(each) if isinstance(each, Score) else worst)
-                state.tell(index, visited[-1])
-        tuned = self._decided(ledger, before, state.end().values, visited, limits)
+        tuned = self._decided(ledger, before, asking.end.values, visited, limits)
         if self.holdout is not None and tuned.changed:
             callback.stage("data held out")
             tuned = self._confirmed(ledger, tuned)
         return tuned
+
+    def _asked(self, queries: int) -> Run[SettingsEnd]:
+        """Ask for the defaults, then for other settings; returns the best."""
+        at = Start(torch.zeros(0))
+        ((_, first),) = yield Batch([at], "starts", [BEFORE])
+        assert first is not None
+        rank = partial(ranked, limits=Limits.of(self.constraints, first))
+        stage = SettingsStage(self.settings, at, first, queries, rank)
+        yield from labelled(stage.batches(), "settings", BEFORE)
+        return stage.end()
 
     def _score_batch(
         self,

@@ -21,8 +21,8 @@ from metricopt_ext.experiment.baselines import (
 from metricopt_ext.experiment.method import METHODS, Baseline, Earlier, Meter, Method, Planned, Reached, Started, end_of
 from metricopt_ext.experiment.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
+from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within, told

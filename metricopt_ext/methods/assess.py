@@ -7,10 +7,10 @@ from pathlib import Path
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
+from metricopt_ext.methods.evaluating import first_answers
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.pipeline import taken
 from metricopt_ext.methods.run_identity import identity_of
-from metricopt_ext.methods.searched import first_answers
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy
 from metricopt_ext.runtime import distributed
@@ -102,8 +102,8 @@ def assess(
         task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         run.enter_context(task.adapter.applied(Start(task.origin())))
         run.enter_context(task.keeping_weights())
-        on_file = distributed.only_first(lambda: folder.kept_evaluations(task.metric))
-        shown.on_file(0 if on_file is None else min(queries, on_file.answered * repeats))
+        on_file = folder.log(task.metric)
+        shown.on_file(min(queries, on_file.answered * repeats))
         run.enter_context(folder.own_ledger(task.metric, queries))
         found = first_answers(
             task,

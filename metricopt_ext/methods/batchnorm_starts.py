@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.methods.start_lines import mixed
-from metricopt_ext.methods.starts import batchnorm_start
+from metricopt_ext.methods.starts import batchnorm_start, mixed
 from metricopt_ext.tasks.task import FinetuneTask
 
 # Weights of the deployment's statistics that are asked first: half of each, more of the deployment's, and its alone.

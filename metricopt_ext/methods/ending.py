@@ -14,9 +14,8 @@ from metricopt_ext.methods.constrained import Constrained, best_of, decide_withi
 from metricopt_ext.methods.guard import LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
-from metricopt_ext.methods.start_lines import Point
 from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
-from metricopt_ext.search.settings_stage import SettingsEnd
+from metricopt_ext.search.stages import Point, SettingsEnd
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves

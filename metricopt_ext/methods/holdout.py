@@ -8,7 +8,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.starts import all_starts, with_start
+from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -23,7 +23,7 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
 
     Raises:
         ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
-        AdapterError: It takes no model, but a start replaces buffers or parameters.
+        AdapterError: A start does not fit the model.
         BudgetError: Its ledger has too few queries left.
     """
     if not isinstance(metric, Metric):
@@ -137,6 +137,7 @@ def best_on_holdout(
 def _judged(result: Result[Any], task: FinetuneTask, name: str) -> Evaluation:
     """Return what a candidate is on the held-out data, in the model of the start that it belongs to."""
     start = result.start_of(name)
-    judged = with_start(task, start).judged_by(task.metric.of(start))
-    (evaluation,) = judged.evaluate_at(start.phi[None], "holdout", f"{name!r}; ")
+    judged = task.judged_by(task.metric.of(start)).with_values(start.settings)
+    with task.adapter.applied(start):
+        (evaluation,) = judged.evaluate_at(start.phi[None], "holdout", f"{name!r}; ")
     return evaluation

@@ -10,12 +10,12 @@ from typing import Any
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, settled
 from metricopt_ext.methods.run_identity import identity_of
-from metricopt_ext.methods.searched import runner_of
 from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.runtime import distributed
@@ -64,7 +64,8 @@ def optimize_metric(
     Args:
         task: Model, loss, batches and metric. What the run spends is charged to ``task.metric.ledger`` at its end;
             a failed run that keeps its work in ``output_dir`` is charged once resumed.
-        queries: Most metric queries to spend, including the metric's repeats.
+        queries: Most metric queries to spend, including the metric's repeats. With ``resume``, a guided or another
+            anytime search goes on with more than it had; the end of each earlier number is a query besides.
         strategy: A guided search, a recipe for learning and following f, one of the paper's algorithms, or a direct
             search.
         starts: For a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
@@ -115,7 +116,7 @@ def optimize_metric(
     if holdout is not None:
         check_holdout(task, holdout, starts)
     kept = output_dir is not None or distributed.several()
-    identity = identity_of(runner, task, starts, seed=seed, size=size) if kept else {}
+    identity = identity_of(runner, task, starts, seed=seed, size={} if runner.grows else size) if kept else {}
     if kept and holdout is not None:
         identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
     with ExitStack() as run:

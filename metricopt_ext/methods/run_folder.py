@@ -14,8 +14,8 @@ from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import Held, fingerprint_of_files, sole_writer
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluations
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.own_metric import code_of_own
 from metricopt_ext.tasks.population import Population
@@ -23,7 +23,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished, write_json
 
-IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "evaluations.json", "holdout.json"
+IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "log.jsonl", "holdout.jsonl"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 JOINT_TRAINING = "joint_training.safetensors"
@@ -165,9 +165,12 @@ class RunFolder:
         """Return a metric that keeps its evaluations in a file of the folder; its ledger is its own."""
         return CachedMetric(metric, None if self.path is None else self.path / name, self.check_held)
 
-    def kept_evaluations(self, metric: Metric) -> KeptEvaluations:
-        """Return what the folder keeps of a search's points."""
-        return KeptEvaluations(None if self.path is None else self.path / EVALUATIONS, metric, self.check_held)
+    def log(self, metric: Metric) -> Log:
+        """Return the run's log; of ranks that share it, the first one's is in the folder, the others' in memory."""
+        path = None if self.path is None else self.path / EVALUATIONS
+        log = distributed.only_first(lambda: Log(path, metric, self.check_held)) or Log(None, metric)
+        log.entries, log.sittings = distributed.on_first(lambda: (log.entries, log.sittings))
+        return log
 
     def _charge(self) -> None:
         if self._unpaid is not None:

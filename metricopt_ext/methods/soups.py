@@ -13,9 +13,9 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import AdapterError, BudgetError
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
-from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm, with_start
+from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.runtime.progress import Callback
@@ -73,8 +73,7 @@ def soup_starts(
         ValueError: Not exactly one of ``checkpoints`` and ``finetunes`` is given, or a number or name can't be.
         DataError: A file can't be read, or has not the model's tensors; the message has the file and the tensor.
         FileFormatError: A file is damaged, or ``output_dir`` has other finetunes.
-        AdapterError: The metric does not take the model, so that it can't judge another one; or LoRA is of a variant
-            whose changes can't be averaged.
+        AdapterError: LoRA is of a variant whose changes can't be averaged.
         BudgetError: The metric's own budget is too small for a greedy soup.
 
     Examples:
@@ -119,11 +118,6 @@ def _check(
         known[place] = file
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
         raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
-    if not task.metric.takes_model:
-        raise AdapterError(
-            f"soups are judged on copies of the model, but metric {task.metric.name!r} does not take the model; let it"
-            " take the one to judge as its argument"
-        )
     queries = task.metric.repeats * (len(files) or finetunes) if "greedy" in kinds else 0
     if queries > task.metric.ledger.left:
         raise BudgetError(
@@ -177,7 +171,7 @@ class _Soup:
         for file in sorted(self.files, key=lambda file: self.losses.get(file, 0.0)):
             state = self.ingredients.read(file)
             start = self._recalibrated(self.ingredients.start(mean.of(state)))
-            cost = with_start(self.task, start).evaluate(start.phi, "soups").cost
+            cost = self.task.evaluate_start(start, "soups").cost
             if kept is None or cost <= best:
                 best, kept = cost, start
                 mean.add(state)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
@@ -16,7 +16,7 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
-from metricopt_ext.utils.words import brief, shortened
+from metricopt_ext.utils.words import brief
 
 
 def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> dict[str, Start | StartLine]:
@@ -27,8 +27,7 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
     Raises:
         ValueError: A name is taken by a result's other ends, or a start has settings that the task has not.
         AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or it has
-            numbers that are not finite where the model's are, or a variance below 0; or the metric does not take the
-            model, so that it can't judge one in which a start replaces buffers or parameters.
+            numbers that are not finite where the model's are, or a variance below 0.
     """
     check_starts(starts)
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
@@ -70,11 +69,6 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
         _check_numbers(start, task.adapter)
     except AdapterError as error:
         raise AdapterError(f"start {name!r}: {error}") from error
-    if start.replaced and not task.metric.takes_model:
-        raise AdapterError(
-            f"start {name!r} replaces {shortened(list(start.replaced))}, so it is judged on a copy of the model, but"
-            f" metric {task.metric.name!r} does not take the model; let it take the one to judge as its argument"
-        )
     buffers, parameters = (
         {key: value.detach().clone() for key, value in each.items()} for each in (start.buffers, start.parameters)
     )
@@ -92,6 +86,12 @@ def _check_numbers(start: Start, adapter: Adapter) -> None:
             raise AdapterError(f"{brief(name)} has NaN or infinity where the model's has not; leave it out")
         if name.rpartition(".")[2] == "running_var" and bool((value < 0).any()):
             raise AdapterError(f"{brief(name)} has {float(value.min()):g}; a variance is at least 0")
+
+
+def divided(starts: Mapping[str, Start | StartLine]) -> tuple[dict[str, Start], dict[str, StartLine]]:
+    """Return the starts that are fixed, and the lines of starts, by name."""
+    lines = {name: each for name, each in starts.items() if isinstance(each, StartLine)}
+    return {name: each for name, each in starts.items() if isinstance(each, Start)}, lines
 
 
 def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:
@@ -180,5 +180,64 @@ def best_start(task: FinetuneTask, starts: Mapping[str, Start]) -> tuple[str, di
     """
     if not starts:
         raise ValueError("there is no start to choose from")
-    found = {name: with_start(task, start).evaluate(start.phi, "starts") for name, start in starts.items()}
+    found = {name: task.evaluate_start(start, "starts") for name, start in starts.items()}
     return min(found, key=lambda name: found[name].cost), found
+
+
+def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -> StartLine:
+    """Return the line between two starts, from the first, at 0, to the second, at 1.
+
+    phi and all tensors with a fraction are mixed linearly, in float64, and have the first's dtype; others are the
+    first's. At 0 and at 1 the mixed ones are exactly those of the starts, as these are now.
+
+    Args:
+        a: The first start.
+        b: The second; it has the settings of inference of the first.
+        base: The model's own tensors, by name, ``task.adapter.base_state_dict()``: what one start replaces and the
+            other leaves. None if both replace the same.
+
+    Raises:
+        AdapterError: One is no start, or they have different settings; they replace different tensors, and ``base``
+            lacks one; or a tensor has two shapes, or is a buffer of one and a parameter of the other.
+    """
+    if strange := [each for each in (a, b) if not isinstance(each, Start)]:
+        raise AdapterError(f"a line is between two starts, got {brief(strange[0])}; leave it out where one is None")
+    if dict(a.settings) != dict(b.settings):
+        raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
+    if both := sorted((a.buffers.keys() & b.parameters.keys()) | (a.parameters.keys() & b.buffers.keys())):
+        raise AdapterError(f"{both[0]!r} is a buffer in one start and a parameter in the other; give it alike in both")
+    own = dict(base or {})
+    for name in sorted(a.replaced.keys() ^ b.replaced.keys()):
+        if name not in own:
+            raise AdapterError(
+                f"only one of the starts replaces {name!r}; say what the other has, by"
+                " line_between(a, b, task.adapter.base_state_dict())"
+            )
+    buffers, parameters = (
+        {name: (_copied(first, own, name), _copied(second, own, name)) for name in {**first, **second}}
+        for first, second in ((a.buffers, b.buffers), (a.parameters, b.parameters))
+    )
+    phi = a.phi.detach().clone(), b.phi.detach().clone()  # copies, as the model's own may be among all these
+    for name, (mine, theirs) in {"phi": phi, **buffers, **parameters}.items():
+        if mine.shape != theirs.shape:
+            raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
+
+    def at(t: float) -> Start:
+        first, second = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
+        return Start(mixed(*phi, t), first, second, dict(a.settings))
+
+    return StartLine(at, 0.0, 1.0)
+
+
+def _copied(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> Tensor:
+    return (tensors if name in tensors else own)[name].detach().clone()
+
+
+@torch.no_grad()
+def mixed(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """Return ``(1 - t) a + t b`` of a's type, computed in float64; a itself if it has no fractions."""
+    if not a.is_floating_point() or t == 0:
+        return a.detach().clone()
+    if t == 1:
+        return b.detach().to(a, copy=True)
+    return ((1 - t) * a.detach().cpu().double() + t * b.detach().cpu().double()).to(a)

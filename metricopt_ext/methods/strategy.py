@@ -64,11 +64,13 @@ class LearningStrategy(ABC, Generic[Own]):
         takes_starts: Whether a run may begin from the best of several starts.
         takes_constraints: Whether it respects what the metric is subject to.
         takes_settings: Whether it tunes settings of inference.
+        grows: Whether a finished run can go on with more queries.
     """
 
     takes_starts: ClassVar[bool] = False
     takes_constraints: ClassVar[bool] = False
     takes_settings: ClassVar[bool] = False
+    grows: bool = False
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:

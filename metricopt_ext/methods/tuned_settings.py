@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from metricopt_ext.methods.guard import START_CONFIDENCE, judge
-from metricopt_ext.search.settings_stage import SettingsEnd
+from metricopt_ext.search.stages import SettingsEnd
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings, Value, Values

@@ -7,7 +7,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Answers
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.strategy import Answers, Begun
 from metricopt_ext.utils.extras import install
 
 
@@ -15,12 +16,13 @@ class Box:
     """A start plus or minus a half-width in each coordinate, as [0, 1]^d.
 
     Args:
-        start: ``d``, the middle.
+        search: Begins in the middle.
         half_width: Above 0.
     """
 
-    def __init__(self, start: Tensor, half_width: float) -> None:
-        self.start, self.half_width, self._centre = start, half_width, start.double().cpu()
+    def __init__(self, search: Begun, half_width: float) -> None:
+        self.search, self.start, self.half_width = search, search.start, half_width
+        self._centre = self.start.double().cpu()
 
     @property
     def dim(self) -> int:
@@ -32,13 +34,13 @@ class Box:
         """The start in the unit box, ``1 x d``."""
         return torch.full((1, self.dim), 0.5, dtype=torch.float64)
 
-    def proposed(self, unit: Tensor) -> Generator[Tensor, Answers, tuple[Tensor, Tensor]]:
+    def proposed(self, unit: Tensor) -> Generator[list[Start], Answers, tuple[Tensor, Tensor]]:
         """Ask for points of the unit box, ``n x d``; return those that were answered, ``m x d``, and their costs.
 
         A point that was answered elsewhere (`Answer`) is returned as it was.
         """
         points = self._centre + (2 * unit - 1) * self.half_width
-        evaluated = yield points.to(self.start)
+        evaluated = yield from self.search.ask(points.to(self.start))
         moved = (evaluated.points_as(points) - self._centre) / (2 * self.half_width) + 0.5
         same = (evaluated.points == points.to(self.start)).all(1, keepdim=True).cpu()
         return torch.where(same, unit, moved)[evaluated.known], evaluated.costs[evaluated.known]

@@ -5,7 +5,7 @@ further start costs another whole search, whereas a learned f tunes it for a few
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -71,17 +72,17 @@ class GuidedES(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`)."""
         task.check_loss(seed, 1)
-        return DirectState(start, queries, partial(self._batches, task, seed), known)
+        return DirectSearch(start, budget, partial(self._batches, task, seed), known)
 
-    def _batches(self, task: FinetuneTask, seed: int, state: DirectState) -> Batches:
+    def _batches(self, task: FinetuneTask, seed: int, state: DirectSearch) -> Batches:
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
         variance, steps = (self.scale * root) ** 2, state.left // (2 * self.pairs + 1)
         phi, gradients, centres = state.start, state.start.new_zeros(0, task.dim), [state.start]
@@ -90,7 +91,7 @@ class GuidedES(SearchStrategy):
             gradients = torch.cat([gradient, gradients])[: self.history]
             delta = perturbations(*orthonormal_basis(gradients), self.pairs, variance**0.5, rng)
             points = antithetic(phi, delta)
-            evaluated = yield points
+            evaluated = yield from state.ask(points)
             if not torch.equal(evaluated.points, points):
                 above, below = evaluated.points.chunk(2)
                 delta = (above - below) / 2
@@ -99,7 +100,7 @@ class GuidedES(SearchStrategy):
             metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
             loss_step = self.loss_weight * self.lr * gradient[0]
             phi = phi - (1 - step / steps) * (loss_step + metric_step)
-            phi = (yield phi[None]).points[0]
+            phi = (yield from state.ask(phi[None])).points[0]
             centres.append(phi)
         yield from state.towards_mean(centres)
 
@@ -133,20 +134,20 @@ class CMAES(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`); the mean of each population is judged too.
 
         Raises:
             ImportError: The package cma is missing.
         """
-        return DirectState(start, queries, partial(self._batches, _import_cma(), seed), known)
+        return DirectSearch(start, budget, partial(self._batches, _import_cma(), seed), known)
 
-    def _batches(self, cma: Any, seed: int, state: DirectState) -> Batches:
+    def _batches(self, cma: Any, seed: int, state: DirectSearch) -> Batches:
         start, population = state.start, self.population(len(state.start))
         rng, centres = generator(seed, "cma"), [start]
 
@@ -157,10 +158,10 @@ class CMAES(SearchStrategy):
         strategy = cma.CMAEvolutionStrategy(start.double().cpu().numpy(), self.sigma0, options)
         while state.left > population:
             proposed = torch.tensor(np.stack(strategy.ask()))
-            evaluated = yield proposed.to(start)
+            evaluated = yield from state.ask(proposed.to(start))
             if evaluated.known.any():
                 strategy.tell(list(evaluated.points_as(proposed).numpy()), evaluated.costs.tolist())
-            (centre,) = (yield torch.tensor(strategy.mean)[None].to(start)).points
+            (centre,) = (yield from state.ask(torch.tensor(strategy.mean)[None].to(start))).points
             centres.append(centre)
         yield from state.towards_mean(centres)
 

@@ -4,18 +4,17 @@ What lies at t is the caller's: phi = start + t v, the strength of an adjustment
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Batches, SearchResult, SearchState, falls
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 
 # What is known on a line: t, and the metric's evaluation there.
-Known = Sequence[tuple[float, Evaluation]]
+Known = list[tuple[float, Evaluation]]
 
 # The first two are asked a tenth of the interval to each side of the start: half of an adjustment of [-2.5, 2.5].
 # Further out a metric is often ruined, and tells nothing of where it is best.
@@ -32,8 +31,15 @@ CANDIDATES = 101
 NEAR = 1 / 250
 
 
-class LineState(SearchState):
-    """A search along a line that has begun; its points are t, ``1`` each, float64.
+def line_search(
+    interval: tuple[float, float],
+    queries: int,
+    known: Known,
+    *,
+    start: float = 0.0,
+    first: Sequence[float] | None = None,
+) -> Generator[list[float], Known, None]:
+    """Search along a line: yield t to ask for, and be sent those that were answered, with the metric's evaluations.
 
     1. Ask the first t, by default a tenth of the interval to each side of the start, unless something is known there.
     2. Fit f, a Gaussian process, to all that is known. Ask where its mean less its standard deviation is least (the
@@ -41,63 +47,34 @@ class LineState(SearchState):
 
     Args:
         interval: Least and largest t.
-        queries: Evaluations that it may ask for besides those that are known, at least 0.
-        known: What is known, in any order, the start among it; without any, the start is asked first.
+        queries: How many may be answered besides those that are known, at least 0.
+        known: What is known, in any order; without any, the start is asked first. What is answered is added.
         start: Where the line begins, in the interval.
         first: The t that are asked first; None for both sides of the start.
 
     Raises:
-        ValueError: The interval is empty or infinite, the start or what is known is not in it, what is known lacks the
-            start, or ``queries`` is no integer of at least 0.
+        ValueError: The interval is empty or infinite, a t is not in it, or ``queries`` is no integer of at least 0.
 
     Examples:
-        >>> line = LineState((0.0, 2.0), queries=6)
-        >>> while len(asked := line.ask()):
-        ...     for index, t in enumerate(asked[:, 0].tolist()):
-        ...         line.tell(index, Evaluation((t - 1.3) ** 2))
-        >>> abs(float(line.end().phi) - 1.3) < 0.1
+        >>> known = []
+        >>> asking = line_search((0.0, 2.0), 20, known)
+        >>> asked = next(asking)
+        >>> while len(known) < 6:
+        ...     asked = asking.send([(t, Evaluation((t - 1.3) ** 2)) for t in asked])
+        >>> abs(known[best_known((0.0, 2.0), known)][0] - 1.3) < 0.2
         True
     """
-
-    def __init__(
-        self,
-        interval: tuple[float, float],
-        queries: int,
-        known: Known = (),
-        *,
-        start: float = 0.0,
-        first: Sequence[float] | None = None,
-    ) -> None:
-        check_integer(0, queries=queries)
-        self.interval, self._first = _checked(interval, [start, *(first or ()), *(t for t, _ in known)]), first
-        known = sorted(known, key=lambda each: each[0] != start)  # the start first, as in any search
-        points = [(torch.tensor([t], dtype=torch.float64), evaluation) for t, evaluation in known]
-        super().__init__(torch.tensor([start], dtype=torch.float64), len(known) + queries, points)
-
-    @property
-    def known(self) -> Known:
-        """What is known by now."""
-        return [(float(t), evaluation) for t, evaluation in zip(self.points, self.evaluations, strict=True)]
-
-    def batches(self) -> Batches:
-        """Ask for the start unless it is known, for the first t, and then where f may be least."""
-        if not self.points and self.left:
-            yield self.start[None]
-        first = first_times(self.interval, float(self.start), self.known, self._first)
-        if self.left and first:
-            yield _column(first[: self.left])
-        while self.left:
-            yield _column([next_time(self.interval, self.known)])
-
-    def end(self) -> SearchResult:
-        """Return the best of what is known, by f; see `best_known`."""
-        known = [*self.known, *((float(t), evaluation) for t, evaluation in self.answered())]
-        at = best_known(self.interval, known)
-        evaluations = tuple(evaluation for _, evaluation in known)
-        points = _column([t for t, _ in known])
-        return SearchResult(
-            points[at], evaluations[at], evaluations, falls([e.cost for e in evaluations]), points, len(points)
-        )
+    check_integer(0, queries=queries)
+    _check(interval, [start, *(first or ()), *(t for t, _ in known)])
+    known.sort(key=lambda each: each[0] != start)  # the start first, as in any search
+    most = len(known) + queries
+    if not known and queries:
+        known += yield [start]
+    times = first_times(interval, start, known, first)
+    if len(known) < most and times:
+        known += yield times[: most - len(known)]
+    while len(known) < most:
+        known += yield [next_time(interval, known)]
 
 
 def first_times(
@@ -156,11 +133,10 @@ def _column(times: Sequence[float]) -> Tensor:
     return torch.tensor(times, dtype=torch.float64)[:, None]
 
 
-def _checked(interval: tuple[float, float], times: Sequence[float]) -> tuple[float, float]:
+def _check(interval: tuple[float, float], times: Sequence[float]) -> None:
     low, high = interval
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"the interval is {interval}; it must be two finite numbers, the least first")
     for t in times:
         if not low <= t <= high:
             raise ValueError(f"t is {t}, outside the line's interval {interval}; widen it, or leave that t out")
-    return low, high

@@ -1,7 +1,7 @@
 """NGOpt, nevergrad's choice among its optimizers by dimension and budget."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
@@ -45,20 +46,20 @@ class NGOpt(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`).
 
         Raises:
             ImportError: The package nevergrad is missing.
         """
-        return DirectState(start, queries, partial(self._batches, _import_nevergrad(), seed, queries), known)
+        return DirectSearch(start, budget, partial(self._batches, _import_nevergrad(), seed, budget()), known)
 
-    def _batches(self, ng: Any, seed: int, queries: int, state: DirectState) -> Batches:
+    def _batches(self, ng: Any, seed: int, queries: int, state: DirectSearch) -> Batches:
         rng, origin = generator(seed, "ngopt"), state.start.double().cpu().numpy()
         space = ng.p.Array(init=origin).set_mutation(sigma=self.sigma)
         space.random_state = np.random.RandomState(_drawn(rng))
@@ -66,12 +67,13 @@ class NGOpt(SearchStrategy):
         with own:
             optimizer = ng.optimizers.NGOpt(parametrization=space, budget=queries, num_workers=1)
             optimizer.suggest(origin)
-            optimizer.tell(optimizer.ask(), state.start_cost)
+            optimizer.tell(optimizer.ask(), state.at_start.cost)
         while state.left:
             with own:
                 candidate = optimizer.ask()
             proposed = torch.tensor(candidate.value)[None]
-            ((point, evaluation),) = evaluated = yield proposed.to(state.start)
+            evaluated = yield from state.ask(proposed.to(state.start))
+            (evaluation,), (point,) = [each.evaluation for each in evaluated], evaluated.points
             with own:
                 if not torch.equal(point, proposed[0].to(point)):
                     candidate = candidate.spawn_child(new_value=evaluated.points_as(proposed)[0].numpy())

@@ -1,7 +1,7 @@
 """BoTorch's default for noisy black boxes: a Gaussian process and batches by noisy expected improvement."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.box import Box, check_package, drawn, sobol
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -67,23 +68,23 @@ class NoisyEI(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`); a batch ends where the budget does.
 
         Raises:
             ImportError: The package botorch is missing.
         """
         check_package("botorch", "NoisyEI")
-        return DirectState(start, queries, partial(self._batches, seed), known)
+        return DirectSearch(start, budget, partial(self._batches, seed), known)
 
-    def _batches(self, seed: int, state: DirectState) -> Batches:
-        box, seeds = Box(state.start, self.half_width), generator(seed, "noisy_ei")
-        x, y = box.middle, torch.tensor([state.start_cost], dtype=torch.float64)
+    def _batches(self, seed: int, state: DirectSearch) -> Batches:
+        box, seeds = Box(state, self.half_width), generator(seed, "noisy_ei")
+        x, y = box.middle, torch.tensor([state.at_start.cost], dtype=torch.float64)
         new = sobol(box.dim, min(self.initial - 1, state.left), drawn(seeds))
         while len(new):
             new, costs = yield from box.proposed(new)

@@ -1,7 +1,7 @@
 """Optuna's own samplers, TPE and Gaussian process, as baselines."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.box import Box, check_package, drawn
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
@@ -57,24 +58,24 @@ class OptunaSampler(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`).
 
         Raises:
             ImportError: The package optuna is missing.
         """
         check_package("optuna", f"OptunaSampler({self.sampler!r})")
-        return DirectState(start, queries, partial(self._batches, seed), known)
+        return DirectSearch(start, budget, partial(self._batches, seed), known)
 
-    def _batches(self, seed: int, state: DirectState) -> Batches:
+    def _batches(self, seed: int, state: DirectSearch) -> Batches:
         import optuna
 
-        box, seeds = Box(state.start, self.half_width), generator(seed, "optuna_sampler")
+        box, seeds = Box(state, self.half_width), generator(seed, "optuna_sampler")
         names = [f"x{i}" for i in range(box.dim)]
         unit_range: Any = optuna.distributions.FloatDistribution(0.0, 1.0)
         space = dict.fromkeys(names, unit_range)
@@ -100,7 +101,10 @@ class OptunaSampler(SearchStrategy):
             heeded: dict[str, Any] = {} if limits is None else {"constraints_func": beyond}
             study = optuna.create_study(sampler=kind(seed=drawn(seeds), **heeded))
             study.add_trial(as_trial(box.middle[0], state.at_start))
-        while state.left:
+        while True:
+            if not state.left:
+                yield []
+                continue
             with quiet(drawn(seeds)):
                 trial = study.ask(space)
                 unit = torch.tensor([[trial.params[name] for name in names]], dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Random search: the metric at the start and at points drawn around it, the least that any other search must beat."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Batches, DirectState, SearchStrategy
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
@@ -41,18 +42,21 @@ class RandomSearch(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> DirectState:
+    ) -> DirectSearch:
         """Begin a search (see `SearchStrategy`); all points are one batch."""
-        return DirectState(start, queries, partial(self._batches, seed), known)
+        return DirectSearch(start, budget, partial(self._batches, seed), known)
 
-    def _batches(self, seed: int, state: DirectState) -> Batches:
+    def _batches(self, seed: int, state: DirectSearch) -> Batches:
         rng, start = generator(seed, "random_search"), state.start
-        while state.left:
+        while True:
+            if not state.left:
+                yield []
+                continue
             # One row at a time: torch draws other numbers for a matrix with other rows.
             noise = [torch.randn(len(start), generator=rng, dtype=torch.float64) for _ in range(state.left)]
-            yield (start.double().cpu() + self.std * torch.stack(noise)).to(start)
+            yield from state.ask((start.double().cpu() + self.std * torch.stack(noise)).to(start))

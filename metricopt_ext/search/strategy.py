@@ -1,25 +1,23 @@
-"""What a search is: it is asked for points and told what the metric is there, and never calls the metric itself.
+"""What a search is: a generator of batches of starts, which is sent what the metric is there and never calls it.
 
-Whoever evaluates the points, a loop in this process or a scorer elsewhere, answers a batch in any order; only once all
-of it is answered does the search go on. So what it finds depends on the answers alone.
+Whoever evaluates a batch, a loop in this process or a scorer elsewhere (`Asking`), may do so in any order: the search
+goes on once all of it is answered. So what it finds depends on the answers alone.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.runtime import distributed
-from metricopt_ext.tasks.constraints import Constraint, Limits
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
 
@@ -78,14 +76,14 @@ class SearchResult:
 
 
 class Answer(NamedTuple):
-    """What was found at a point of a batch.
+    """What was found at a start of a batch.
 
     Attributes:
-        point: Where the metric was evaluated, ``d``: what was asked, or what was in its place in an earlier sitting.
-        evaluation: The metric's evaluation; None of a point that was given up.
+        at: Where the metric was evaluated: what was asked, or what was in its place in an earlier sitting.
+        evaluation: The metric's evaluation; None of a start that was given up.
     """
 
-    point: Tensor
+    at: Start
     evaluation: Evaluation | None
 
 
@@ -94,19 +92,23 @@ class Answers(tuple[Answer, ...]):
 
     @property
     def points(self) -> Tensor:
-        """Where the metric was evaluated, ``n x d``."""
-        return torch.stack([each.point for each in self])
+        """The phi at which the metric was evaluated, ``n x d``."""
+        return torch.stack([each.at.phi for each in self])
 
     @property
     def known(self) -> Tensor:
-        """Which points were evaluated and not given up, ``n``."""
+        """Which were evaluated and not given up, ``n``."""
         return torch.tensor([each.evaluation is not None for each in self])
+
+    @property
+    def evaluated(self) -> list[tuple[Tensor, Evaluation]]:
+        """Each phi that was evaluated, ``d``, with the metric's evaluation."""
+        return [(each.at.phi, each.evaluation) for each in self if each.evaluation is not None]
 
     @property
     def costs(self) -> Tensor:
         """The costs, ``n``, float64; a point that was given up counts like the worst of its batch."""
-        known = [each.evaluation.cost for each in self if each.evaluation is not None]
-        worst = max(known, default=math.inf)
+        worst = max((evaluation.cost for _, evaluation in self.evaluated), default=math.inf)
         costs = [worst if each.evaluation is None else each.evaluation.cost for each in self]
         return torch.tensor(costs, dtype=torch.float64)
 
@@ -121,21 +123,22 @@ class Answers(tuple[Answer, ...]):
         return torch.where(same, proposed, points.to(proposed))
 
 
-# Yields a batch, ``n x d``, and is sent its answers; an empty batch says that there is nothing to ask right now.
-Batches = Generator[Tensor, Answers, None]
+# Yields a batch and is sent its answers; an empty batch says that there is nothing to ask unless more may be spent.
+Batches = Generator[list[Start], Answers, None]
+# What asks for one batch, and returns its answers.
+Asked = Generator[list[Start], Answers, Answers]
 
 
-class SearchState(ABC):
+class Begun(ABC):
     """A search that has begun.
 
     Args:
-        start: phi_0, ``d``.
-        queries: Evaluations that it may ask for in all, those of what is known among them; it may be raised later.
-        known: Points that were evaluated before, ``d`` each, the start among them.
+        start: Where it begins, phi_0 with its tensors and settings, which all that it asks for has too.
+        budget: Returns how many evaluations it may ask for in all, those of what is known among them; that may grow.
+        known: Points that were evaluated before, ``d`` each, the start's phi among them.
 
     Attributes:
         start: phi_0, ``d``.
-        queries: See above.
         points: The points that were evaluated, ``d`` each, in the order in which they were asked.
         evaluations: The metric's evaluations of them.
         limits: The metric's constraints, which the end respects if any point does; None without any (`Limits`).
@@ -143,141 +146,83 @@ class SearchState(ABC):
     """
 
     start: Tensor
-    queries: int
     points: list[Tensor]
     evaluations: list[Evaluation]
     limits: Limits | None = None
     reached: Tensor | None = None
 
-    def __init__(self, start: Tensor, queries: int, known: Sequence[tuple[Tensor, Evaluation]] = ()) -> None:
-        check_known(start, known)
-        self.start, self.queries = start, queries
+    def __init__(
+        self, start: Start, budget: Callable[[], int], known: Sequence[tuple[Tensor, Evaluation]] = ()
+    ) -> None:
+        if known and not any(torch.equal(point, start.phi) for point, _ in known):
+            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
+        self.at, self.start, self.budget = start, start.phi, budget
         self.points = [point for point, _ in known]
         self.evaluations = [evaluation for _, evaluation in known]
-        self._batches: Batches | None = None
-        self._open: Tensor = start[None][:0]
-        self._answers: dict[int, Answer] = {}
-        self._closed: Answers | None = Answers()  # what the search has not been sent yet
-        self._started = self._broken = False  # whether it was asked before, and whether that ended by an error
-
-    def subject_to(self, constraints: Sequence[Constraint]) -> None:
-        """Respect constraints once the start is known, which is what they are relative to."""
-        if constraints and self.limits is None and self.evaluations:
-            at = next(at for at, point in enumerate(self.points) if torch.equal(point, self.start))
-            self.limits = Limits.of(constraints, self.evaluations[at])
 
     @abstractmethod
     def batches(self) -> Batches:
         """The algorithm: yield one batch after another, and be sent the answers."""
 
     @abstractmethod
-    def end(self) -> SearchResult:
-        """Return where the search stands, from all that was told; it goes on as if nobody had looked."""
-
-    def ask(self) -> Tensor:
-        """Return the open batch, ``n x d``: the next one once all of the last is answered, empty if there is none."""
-        if self._closed is not None:
-            if self._batches is None:
-                self._batches = self.batches()
-            elif self._broken:
-                raise RuntimeError("the search failed when it was last asked; start a new one, and tell it all values")
-            closed, self._closed = self._closed, None
-            self._broken = True
-            try:
-                self._open = self._batches.send(closed if self._started else None)  # type: ignore[arg-type]
-            except StopIteration:
-                self._open = self.start[None][:0]
-            except BaseException:
-                self._closed = closed
-                raise
-            self._started, self._broken = True, False
-            if not len(self._open):
-                self._closed = Answers()  # more queries may be granted
-        return self._open
-
-    def tell(self, index: int, evaluation: Evaluation, point: Tensor | None = None) -> None:
-        """Answer a point of the open batch.
+    def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
+        """Return where the search stands, from all that it was sent; it goes on as if nobody had looked.
 
         Args:
-            index: Its place in the batch.
-            evaluation: The metric's evaluation.
-            point: Where it was evaluated if that is another point, ``d``, as of an earlier sitting.
+            answers: What is known of the batch that it waits for.
         """
-        self._answer(index, evaluation, point)
 
-    def give_up(self, index: int, point: Tensor | None = None) -> None:
-        """Go on without an answer to a point of the open batch."""
-        self._answer(index, None, point)
+    def ask(self, points: Tensor) -> Asked:
+        """Ask for points, ``n x d``, note what is found there, and return it."""
+        answers = yield self.starts(points)
+        for point, evaluation in answers.evaluated:
+            self.note(point, evaluation)
+        return answers
 
-    def _answer(self, index: int, evaluation: Evaluation | None, point: Tensor | None) -> None:
-        self._answers[index] = Answer(self._open[index] if point is None else point.to(self.start), evaluation)
-        if len(self._answers) == len(self._open):
-            closed = Answers(self._answers[each] for each in range(len(self._open)))
-            self._answers = {}
-            self._open = self.start[None][:0]
-            self.close(closed)
-            self._closed = closed
-
-    def forget_open(self) -> None:
-        """Forget what was told of the open batch, as by somebody who looked at `end` alone; it is told again."""
-        self._answers = {}
-
-    def close(self, answers: Answers) -> None:
-        """Take a batch, all of which was answered."""
-        for point, evaluation in answers:
-            if evaluation is not None:
-                self.note(point, evaluation)
+    def starts(self, points: Tensor) -> list[Start]:
+        """Return points, ``n x d``, as what the metric is asked for."""
+        return [replace(self.at, phi=point) for point in points]
 
     def note(self, point: Tensor, evaluation: Evaluation) -> None:
-        """Take an evaluated point."""
+        """Take an evaluated point, ``d``."""
         self.points.append(point)
         self.evaluations.append(evaluation)
-
-    def answered(self) -> list[tuple[Tensor, Evaluation]]:
-        """Return what was told of the open batch, in its order."""
-        evaluated = (self._answers[index] for index in sorted(self._answers))
-        return [(point, evaluation) for point, evaluation in evaluated if evaluation is not None]
 
     @property
     def left(self) -> int:
         """Evaluations that it may still ask for."""
-        return self.queries - len(self.points)
+        return self.budget() - len(self.points)
 
     def quality(self) -> float | None:
         """Return the Spearman correlation of what f predicted with what was found; None without an f that did."""
         return None
 
 
-class DirectState(SearchState):
+class DirectSearch(Begun):
     """A direct search that has begun, whose end is the best of the evaluated points.
 
     Args:
-        start: phi_0, ``d``.
-        queries: See `SearchState`.
-        batches: The algorithm after the start was evaluated, a function of this state.
+        start: See `Begun`, as for ``budget`` and ``known``.
+        budget: How many evaluations it may ask for.
+        algorithm: What it asks after the start was evaluated, a function of this object.
         known: What was evaluated before, the start among it; it is not asked again.
     """
 
     def __init__(
         self,
-        start: Tensor,
-        queries: int,
-        batches: Callable[["DirectState"], Batches],
+        start: Start,
+        budget: Callable[[], int],
+        algorithm: Callable[["DirectSearch"], Batches],
         known: Sequence[tuple[Tensor, Evaluation]] = (),
     ) -> None:
-        super().__init__(start, queries, known)
-        self._algorithm = batches
+        super().__init__(start, budget, known)
+        self._algorithm = algorithm
 
     def batches(self) -> Batches:
         """Ask for the start unless it is known, then go on by the algorithm."""
         if not self.points:
-            yield self.start[None]
+            yield from self.ask(self.start[None])
         yield from self._algorithm(self)
-
-    @property
-    def start_cost(self) -> float:
-        """The cost at the start."""
-        return self.at_start.cost
 
     @property
     def at_start(self) -> Evaluation:
@@ -289,14 +234,12 @@ class DirectState(SearchState):
         last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
         while self.left:
             shares = torch.linspace(0, 1, self.left + 1)[1:].tolist()
-            yield torch.stack([torch.lerp(last, mean, share) for share in shares])
+            yield from self.ask(torch.stack([torch.lerp(last, mean, share) for share in shares]))
 
-    def end(self) -> SearchResult:
+    def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the best evaluated point, the first of equals, of those that satisfy the constraints if any do."""
-        points, evaluations = list(self.points), list(self.evaluations)
-        for point, evaluation in self.answered():
-            points.append(point)
-            evaluations.append(evaluation)
+        points = [*self.points, *(point for point, _ in answers.evaluated)]
+        evaluations = [*self.evaluations, *(evaluation for _, evaluation in answers.evaluated)]
         limits = self.limits
         violates = [limits is not None and not limits.hold(each) for each in evaluations]
         best = min(range(len(points)), key=lambda at: (violates[at], evaluations[at].cost))
@@ -304,16 +247,6 @@ class DirectState(SearchState):
         return SearchResult(
             points[best], evaluations[best], tuple(evaluations), curve, torch.stack(points), len(points)
         )
-
-
-def check_known(start: Tensor, known: Sequence[tuple[Tensor, Evaluation]]) -> None:
-    """Refuse points that are known but for the start.
-
-    Raises:
-        ValueError: There are some, and the start is not among them.
-    """
-    if known and not any(torch.equal(point, start) for point, _ in known):
-        raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
 
 
 def falls(costs: Sequence[float]) -> tuple[tuple[int, float], ...]:
@@ -352,19 +285,21 @@ class SearchStrategy(ABC):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> SearchState:
+    ) -> Begun:
         """Begin a search; the task's metric is not evaluated.
+
+        Whoever drives it has the model stand at the start, here and whenever its next batch is asked for.
 
         Args:
             task: Model, and loss and batches where it has them.
-            start: phi_0, ``d``.
-            queries: Evaluations that it may ask for, those of what is known among them.
-            known: Points that were evaluated before, the start among them; without any, the start is asked first.
+            start: Where it begins.
+            budget: Returns how many evaluations it may ask for, those of what is known among them; that may grow.
+            known: Points that were evaluated before, the start's phi among them; without any, it is asked first.
             seed: Seed of all draws.
 
         Raises:
@@ -392,100 +327,3 @@ class SearchStrategy(ABC):
     def identity(self) -> dict[str, Any]:
         """Return what the search depends on, as JSON, to tell a run from others."""
         return {"search": repr(self)}
-
-    def __call__(self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
-        """Search on a task's own metric from a start, whose cost is the first query; returns where it ends.
-
-        The model is left unchanged: the result's phi is not set.
-
-        Args:
-            task: Model, loss, batches and metric.
-            start: phi_0, ``d``.
-            queries: Budget; exactly this many evaluations are made, and booked under "search".
-            seed: Seed of all draws.
-
-        Raises:
-            ValueError: The budget is below `least_queries`; nothing was evaluated.
-            BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
-            MetricError: The metric failed; the message says at which query.
-        """
-        check_budget(task, queries, self.least_queries(task.dim))
-        state = self.begin(task, start, queries, seed=seed)
-        evaluate(task, state)
-        return distributed.on_first(state.end)
-
-
-def check_budget(task: FinetuneTask, queries: int, least: int) -> None:
-    """Refuse a budget that a search can't do with, or that the metric's ledger has not left.
-
-    Raises:
-        ValueError: It is below the least.
-        BudgetError: The ledger has fewer queries left.
-    """
-    check_integer(0, queries=queries)
-    if queries < least:
-        raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-    if (wanted := queries * task.metric.repeats) > task.metric.ledger.left:
-        raise BudgetError(
-            f"{counted(wanted, 'query')} requested, {task.metric.ledger.left} left in the metric's budget"
-        )
-
-
-def check_checkpoints(
-    search: SearchStrategy,
-    task: FinetuneTask,
-    checkpoints: Sequence[int],
-    known: int = 0,
-    starts: int = 1,
-    held_back: int = 0,
-) -> None:
-    """Refuse numbers of evaluations at which a search can't be looked at.
-
-    Args:
-        search: The search.
-        task: Its metric's ledger must have the queries.
-        checkpoints: The numbers.
-        known: How many points are known already.
-        starts: How many starts are asked for first.
-        held_back: How many of each number's evaluations the search does not get.
-
-    Raises:
-        ValueError: They don't ascend, or one is below the least.
-        BudgetError: The metric's ledger has fewer queries left.
-    """
-    if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:
-        raise ValueError(f"checkpoints are {list(checkpoints)}; they must be one or more numbers that ascend")
-    least = search.least_queries(task.dim, max(starts, known)) + held_back
-    for queries in checkpoints:
-        check_integer(0, queries=queries)
-        if queries < least:
-            raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-    needed = (checkpoints[-1] - known + (len(checkpoints) - 1) * (1 + held_back)) * task.metric.repeats
-    if needed > task.metric.ledger.left:
-        left = task.metric.ledger.left
-        raise BudgetError(f"{counted(needed, 'query')} requested, {left} left in the metric's budget")
-
-
-def evaluate(task: FinetuneTask, state: SearchState) -> None:
-    """Ask the task's own metric until the search has nothing to ask.
-
-    Of ranks that share the work the first alone goes on with the search, and all evaluate.
-
-    Args:
-        task: Model and metric.
-        state: The search.
-    """
-    while True:
-        state.subject_to(task.metric.constraints)
-        before, points = distributed.on_first(lambda: (len(state.points), state.ask()))
-        if not len(points):
-            return
-        for index, evaluation in enumerate(
-            task.evaluate_each(points, "search", partial(_numbered, before, state.queries))
-        ):
-            if distributed.rank() == 0:
-                state.tell(index, evaluation)
-
-
-def _numbered(before: int, queries: int, index: int) -> str:
-    return f"query {before + index + 1} of {queries}"

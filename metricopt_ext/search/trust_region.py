@@ -5,7 +5,7 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import ClassVar, NamedTuple
@@ -14,21 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from metricopt_ext.runtime import distributed
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
 from metricopt_ext.search.probe import probe
-from metricopt_ext.search.strategy import (
-    Answers,
-    Batches,
-    SearchResult,
-    SearchState,
-    SearchStrategy,
-    check_checkpoints,
-    check_known,
-    evaluate,
-    falls,
-)
+from metricopt_ext.search.strategy import Answers, Batches, Begun, SearchResult, SearchStrategy, falls
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
@@ -112,66 +102,27 @@ class GuidedTrustRegion(SearchStrategy):
     def begin(
         self,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         *,
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
-    ) -> "GuidedState":
+    ) -> "GuidedSearch":
         """Begin a search (see `SearchStrategy`)."""
-        return GuidedState(self, task, start, queries, known, seed)
-
-    def __call__(self, task: FinetuneTask, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
-        """Search on a task's own metric (see `SearchStrategy`)."""
-        (end,) = self.ends(task, start, [queries], seed=seed)
-        return end
-
-    def ends(
-        self,
-        task: FinetuneTask,
-        start: Tensor,
-        checkpoints: Sequence[int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> Iterator[SearchResult]:
-        """Search from a start, and yield the end that a search of each number of queries has.
-
-        What is queried does not depend on how many queries follow, so one run has the ends of all. Each checkpoint
-        before the last costs a query more, that of its own end.
-
-        Args:
-            task: Model, loss, batches and metric.
-            start: phi_0, ``d``.
-            checkpoints: Numbers of evaluations, ascending; what is known counts among them.
-            known: Points that were queried before, the start among them; without any, the start is the first query.
-            seed: Seed of all draws.
-
-        Raises:
-            ValueError: A number is below `least_queries`, or they don't ascend, or ``known`` lacks the start; nothing
-                was evaluated.
-            BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
-            AdapterError: The loss is no scalar, or has no gradient in phi.
-            MetricError: The metric failed; the message says at which query.
-        """
-        check_checkpoints(self, task, checkpoints, len(known))
-        state = self.begin(task, start, checkpoints[0], known=known, seed=seed)
-        for queries in checkpoints:
-            state.queries = queries
-            evaluate(task, state)
-            yield distributed.on_first(state.end)
+        return GuidedSearch(self, task, start, budget, known, seed)
 
 
-class GuidedState(SearchState):
+class GuidedSearch(Begun):
     """A guided search that has begun.
 
-    The end of each budget is a query of its own, which the search that goes on does not know.
+    What is queried does not depend on the budget, but for the end of each, a query of its own, which the search that
+    goes on does not know.
 
     Args:
         search: Its settings.
         task: Model, and loss and batches where it has them.
-        start: phi_0, ``d``.
-        queries: See `SearchState`, as for ``known``.
+        start: See `Begun`, as for ``budget`` and ``known``.
+        budget: How many evaluations it may ask for.
         known: What was evaluated before.
         seed: Seed of all draws.
     """
@@ -180,19 +131,16 @@ class GuidedState(SearchState):
         self,
         search: GuidedTrustRegion,
         task: FinetuneTask,
-        start: Tensor,
-        queries: int,
+        start: Start,
+        budget: Callable[[], int],
         known: Sequence[tuple[Tensor, Evaluation]] = (),
         seed: int = 0,
     ) -> None:
-        super().__init__(start, queries)
-        check_known(start, known)
+        super().__init__(start, budget, known)
         self.search, self.signature = search, task.adapter.signature
-        self.probe, self.rng = probe(task, start, seed), generator(seed, "trust_region")
-        self.visited = Visited(start, GPLearner(self.probe.scale, self.probe.spectrum))
-        self.points, self.evaluations = self.visited.points, self.visited.evaluations
-        for point, evaluation in known:
-            self.note(point, evaluation)
+        self.probe, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
+        self.visited = Visited(self.start, GPLearner(self.probe.scale, self.probe.spectrum))
+        self.visited.points, self.visited.evaluations = self.points, self.evaluations
         self.narrows, self._bounded = True, task.metric.bounds is not None
         self.feasibility = Feasibility()
         self._ending: _Ending | None = None
@@ -206,32 +154,22 @@ class GuidedState(SearchState):
     def batches(self) -> Batches:
         """Ask for the start, then for what f proposes, and last for the end; again if there are more queries."""
         if not self.points:
-            yield self.start[None]
+            yield from self.ask(self.start[None])
         proposals, proposed = self._proposals(), self.start[None][:0]
         while True:
-            queries = self.queries
-            while (left := queries - 1 - len(self.points)) > 0:
+            budget = self.budget()
+            while (left := self.left - 1) > 0:
                 if not len(proposed):
                     proposed = next(proposals).to(self.start)
                 batch, proposed = proposed[:left], proposed[left:]
-                yield batch
+                yield from self.ask(batch)
             if self.visited.varies():
                 self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(self._aim(f, last=True)))
-                yield self._ending.mean[None]
-            while self.queries == queries:
-                yield self.start[None][:0]
+                ((at, evaluation),) = yield self.starts(self._ending.mean[None])
+                self._ending = self._ending._replace(mean=at.phi, evaluated=evaluation)
+            while self.budget() == budget:
+                yield []
             self._ending = None
-
-    def close(self, answers: Answers) -> None:
-        """Take a batch; the end's own query is kept apart."""
-        if self._ending is not None and answers:
-            self._ending = self._ending._replace(mean=answers[0].point, evaluated=answers[0].evaluation)
-        else:
-            super().close(answers)
-
-    def note(self, point: Tensor, evaluation: Evaluation) -> None:
-        """Take an evaluated point."""
-        self.visited.add(point, evaluation)
 
     def quality(self) -> float | None:
         """Return the Spearman correlation of what f predicted with what was found; None if f predicted nothing yet."""
@@ -324,9 +262,9 @@ class GuidedState(SearchState):
         share = int(END_SHARE * len(order))
         return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
-    def end(self) -> SearchResult:
+    def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
-        visited = self.visited.with_more([] if self._ending is not None else self.answered())
+        visited = self.visited.with_more([] if self._ending is not None else answers.evaluated)
         if not visited.varies():
             f, (point, evaluation) = None, visited.started
         else:

@@ -1,6 +1,7 @@
 """A metric whose evaluations are kept in a file with their points, so that no interrupted run pays for one twice."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.kept_evaluations import KeptEvaluation, KeptEvaluations, KeptPoint, same_point
+from metricopt_ext.tasks.log import Entry, Log, same_point
 from metricopt_ext.tasks.metric import Item, Metric, OnQuery
 from metricopt_ext.tasks.settings import Values
 
@@ -25,7 +26,7 @@ class CachedMetric(Metric):
 
     Args:
         metric: The metric; both share a ledger.
-        path: The JSON file, rewritten with every evaluation; None keeps them in memory only.
+        path: The JSON file, to which every evaluation is added; None keeps them in memory only.
         check: Called before the file is written, to refuse it.
 
     Attributes:
@@ -42,11 +43,11 @@ class CachedMetric(Metric):
     def __init__(self, metric: Metric, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(metric.function, **metric.settings, ledger=metric.ledger)
         self.metric, self.callbacks = metric, metric.callbacks
-        self._kept: KeptEvaluations | None = None  # of ranks that share a run, the first alone has it
+        self._log: Log | None = None  # of ranks that share a run, the first alone has it
 
-        def read() -> list[KeptEvaluation]:
-            self._kept = KeptEvaluations(path, metric, check)
-            return [self._kept.evaluations[id] for id in sorted(self._kept.evaluations)]
+        def read() -> list[Entry]:
+            self._log = Log(path, metric, check)
+            return [each for _, each in sorted(self._log.entries.items())]
 
         self._unused = distributed.on_first(read)
         self._start, self._next = Start(torch.zeros(0)), len(self._unused)
@@ -76,9 +77,9 @@ class CachedMetric(Metric):
                 new += 1
             found, spent = self.metric.answers(judged, items[at:new], purpose), self.ledger.spent
             for point, evaluation in zip(points[at:new], found, strict=True):
-                if self._kept is not None:
-                    proposed = KeptPoint.of(self._next, point, self._start)
-                    self._kept.tell(KeptEvaluation.evaluated(proposed, evaluation, self.repeats))
+                if self._log is not None:
+                    asked = Entry.of(self._next, replace(self._start, phi=point))
+                    self._log.append([asked.told(evaluation, self.repeats)])
                 self._next += 1
                 yield evaluation
                 spent += self.repeats
@@ -88,13 +89,13 @@ class CachedMetric(Metric):
     def _on_file(self, point: Tensor) -> bool:
         return any(self._matches(kept, point) for kept in self._unused)
 
-    def _take(self, point: Tensor) -> KeptEvaluation | None:
+    def _take(self, point: Tensor) -> Entry | None:
         found = next((kept for kept in self._unused if self._matches(kept, point)), None)
         if found is not None:
             self._unused.remove(found)
         return found
 
-    def _matches(self, kept: KeptEvaluation, point: Tensor) -> bool:
+    def _matches(self, kept: Entry, point: Tensor) -> bool:
         if not kept.is_of(self._start) or len(kept.phi) != len(point):
             return False
         return same_point(kept.at(point), point)

@@ -26,7 +26,7 @@ from metricopt_ext.tasks.population import Population, Together, alike, choose, 
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
-from metricopt_ext.utils.modes import kept_modes
+from metricopt_ext.utils.modes import evaluating, kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import and_more, brief
@@ -238,18 +238,23 @@ class FinetuneTask:
         return self._with("_values", self.settings.complete({**self.settings.first, **values}))
 
     @contextmanager
-    def standing_at(self, start: Start) -> Iterator[nn.Module]:
-        """Have the model be what a start says for a while, its settings of inference in force, and yield it.
+    def at(self, start: Start) -> Iterator[nn.Module]:
+        """Make the model be a start for a while, in evaluation mode, its settings of inference in force, and yield it.
 
         Raises:
             AdapterError, ValueError: The start does not fit the model, or has other settings than the task.
         """
         with ExitStack() as held:
-            model = held.enter_context(self.adapter.applied(start))
+            model = held.enter_context(evaluating(held.enter_context(self.adapter.applied(start))))
             values = self.with_values(start.settings).values
             if self.settings is not None and values is not None:
                 held.enter_context(self.settings.applied(values, model))
             yield model
+
+    def evaluate_start(self, start: Start, purpose: str) -> Evaluation:
+        """Evaluate the metric at a start, with its settings of inference in force; one query."""
+        with self.adapter.applied(start):
+            return self.with_values(start.settings).evaluate(start.phi, purpose)
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""

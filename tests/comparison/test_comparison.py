@@ -16,6 +16,7 @@ from metricopt_ext.experiment.baselines import at_each_budget, metricopt, search
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
@@ -89,14 +90,14 @@ def test_every_row_counts_the_choice_of_the_start(
     random = found["random_search"]
     assert random["least"] == 2 + 2
     assert {budget: cell["queries"] for budget, cell in random["cells"].items()} == {"4": 4, "20": 20, "60": 60}
-    ends = {budget: RandomSearch()(quadratic(), half, budget - 2, seed=5) for budget in (4, 20, 60)}
+    ends = {budget: searched(quadratic(), RandomSearch(), half, budget - 2, seed=5) for budget in (4, 20, 60)}
     for budget, end in ends.items():
         cell = random["cells"][str(budget)]
         assert cell["test"] == cell["validation"] == end.cost
         assert cell["guard"] is None
     assert found["cma_es"]["least"] == CMAES().least_queries(4) + 2
     assert list(found["cma_es"]["cells"]) == ["20", "60"]  # 4 are impossible
-    assert found["cma_es"]["cells"]["20"]["test"] == CMAES()(quadratic(), half, 18, seed=5).cost
+    assert found["cma_es"]["cells"]["20"]["test"] == searched(quadratic(), CMAES(), half, 18, seed=5).cost
 
 
 def test_ends_satisfy_constraints_that_are_relative_to_the_trained_model(

@@ -10,7 +10,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
 from metricopt_ext.experiment.experiment import State
 from metricopt_ext.methods.ending import Began, guarded
-from metricopt_ext.methods.start_lines import Point
+from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.evaluation import Evaluation
 

@@ -16,6 +16,7 @@ from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import Baseline, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES
@@ -34,7 +35,9 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
     once = quadratic()
     reached = run(searching(RandomSearch()), once)
     assert once.queries == 60
-    anew = at_each_budget(lambda task, start, queries, seed: RandomSearch()(task, start, queries, seed=seed).phi)
+    anew = at_each_budget(
+        lambda task, start, queries, seed: searched(task, RandomSearch(), start, queries, seed=seed).phi
+    )
     each = run(anew, quadratic())
     for a, b, budget in zip(reached, each, BUDGETS, strict=True):
         assert torch.equal(a.end, b.end)
@@ -49,7 +52,7 @@ def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> N
     start = task.starts(0.3, 0, [0])[0]
     for each, budget in zip(reached, BUDGETS, strict=True):
         fresh = quadratic()
-        assert torch.equal(each.end, CMAES()(fresh, start, budget, seed=3).phi)
+        assert torch.equal(each.end, searched(fresh, CMAES(), start, budget, seed=3).phi)
     assert task.queries == sum(BUDGETS)
 
 

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.refusals import assert_named, assert_refused
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment import settings_run
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsRun
+from metricopt_ext.search.strategy import Batches
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -36,25 +39,18 @@ print(f"score {value} even {value + chance} odd {value - chance}")
 class Scripted:
     """Asks for what it is told to, and ends at what costs least; remembers what it was told."""
 
-    batches: Sequence[Sequence[dict[str, Any]]] = ()
+    scripted: Sequence[Sequence[dict[str, Any]]] = ()
 
     def __init__(
-        self, settings: ProgramSettings, first: Evaluation, queries: int, rank: Callable[[Evaluation], Any]
+        self, settings: ProgramSettings, at: Start, first: Evaluation, queries: int, rank: Callable[[Evaluation], Any]
     ) -> None:
         self.queries, self.told, self.rank = queries, [(settings.defaults, first)], rank
-        self.left = [list(batch) for batch in self.batches]
-        self.answers: dict[int, Evaluation] = {}
         type(self).last = self  # type: ignore[attr-defined]
 
-    def ask(self) -> list[dict[str, Any]]:
-        return self.left[0] if self.left else []
-
-    def tell(self, index: int, evaluation: Evaluation) -> None:
-        assert index == len(self.answers)
-        self.answers[index] = evaluation
-        if len(self.answers) == len(self.left[0]):
-            self.told += [(values, self.answers[i]) for i, values in enumerate(self.left.pop(0))]
-            self.answers = {}
+    def batches(self) -> Batches:
+        for batch in self.scripted:
+            answers = yield [Start(torch.zeros(0), settings=values) for values in batch]
+            self.told += [(each.at.settings, each.evaluation) for each in answers]
 
     def end(self) -> Any:
         values, evaluation = min(self.told, key=lambda each: self.rank(each[1]))
@@ -64,8 +60,8 @@ class Scripted:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(settings_run, "SettingsState", Scripted)
-    monkeypatch.setattr(Scripted, "batches", [[{"a": 0.6}, {"a": 0.75}, {"a": 0.9}], [{"a": 0.9, "mode": "down"}]])
+    monkeypatch.setattr(settings_run, "SettingsStage", Scripted)
+    monkeypatch.setattr(Scripted, "scripted", [[{"a": 0.6}, {"a": 0.75}, {"a": 0.9}], [{"a": 0.9, "mode": "down"}]])
     (tmp_path / "mended").touch()
     return tmp_path
 
@@ -131,7 +127,7 @@ def test_the_worst_stands_in_for_failures_whatever_their_order(folder: Path) -> 
 
 def test_what_is_asked_twice_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = [[{"a": 0.6}, {"a": 0.6 + 1e-13}, {"a": 0.9}], [{"a": 0.5}, {"a": 0.9, "mode": "up"}]]
-    monkeypatch.setattr(Scripted, "batches", again)
+    monkeypatch.setattr(Scripted, "scripted", again)
     tuned = made().tune(8, jobs=3)
     assert [line.split()[1] for line in ran()] == ["0.5", "0.6", "0.9"]
     assert tuned.queries == {"score": 3}

@@ -19,6 +19,7 @@ from metricopt_ext.experiment.method import Reached
 from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.runtime.progress import Callback
@@ -60,7 +61,7 @@ def test_searches_run_where_they_are_given_queries(quadratic: Callable[..., Any]
         before = task.queries
         (reached,) = usual[name]({"metricopt": (Reached(task.origin(), 9, 9, 0.0),)}).run(task)
         assert reached.queries == reached.queries_per_start == task.queries - before == 30
-        assert torch.equal(reached.end, search(task, task.origin(), 30, seed=5).phi)
+        assert torch.equal(reached.end, searched(task, search, task.origin(), 30, seed=5).phi)
 
 
 @pytest.mark.parametrize("queries", [40, None])
@@ -77,7 +78,7 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     before = task.queries
     (theirs,) = usual["cma_es"]({"metricopt": (ours,)}).run(task)
     assert (theirs.queries, task.queries - before) == (40, 37)  # three starts were judged before
-    assert torch.equal(theirs.end, CMAES()(task, task.goal / 2, 37, seed=5).phi)  # type: ignore[arg-type]
+    assert torch.equal(theirs.end, searched(task, CMAES(), task.goal / 2, 37, seed=5).phi)  # type: ignore[arg-type]
 
 
 def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[..., Any]) -> None:
@@ -110,7 +111,7 @@ def test_a_baseline_is_a_method_at_one_budget_where_it_applies(quadratic: Callab
     task = quadratic()
     (reached,) = planned(searching(CMAES()), 30, 5)({}).run(task)
     assert reached.queries == reached.queries_per_start == task.queries == 30
-    assert torch.equal(reached.end, CMAES()(task, task.origin(), 30, seed=5).phi)
+    assert torch.equal(reached.end, searched(task, CMAES(), task.origin(), 30, seed=5).phi)
     assert planned(at_each_budget(lambda *_: None), 30, 5)({}).run(task) == ()
 
 

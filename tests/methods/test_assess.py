@@ -148,7 +148,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     assert_refused(lambda: look(shifted, seed=1, **folder), FileFormatError, "seed", "0", "1")
     assert contents(tmp_path) == kept
     search(shifted, 24, **folder)
-    assert_refused(lambda: search(shifted, 25, **folder), FileFormatError, "queries", "24", "25")
+    assert_refused(lambda: search(shifted, 23, **folder), FileFormatError, "queries", "24", "23")
 
 
 def test_what_it_can_not_assess_is_refused_before_a_query(quadratic: Any) -> None:

@@ -8,11 +8,14 @@ from testers.strategy import StrategyTester, World
 
 
 class TestForNewClasses(StrategyTester):
+    grows, ends = True, 2  # and a part of the way to it
     metric_options: ClassVar = {"new_classes": True}
 
 
 class TestAssessedFirst(StrategyTester):
     """An assessment asks a search's first queries, and the search goes on from its folder."""
+
+    grows = True
 
     def run(
         self, world: World, folder: Path | None, *, queries: int, seed: int, resume: bool = False, **options: Any

@@ -14,6 +14,7 @@ from helpers.refusals import assert_warned
 from helpers.tensors import rand
 from metricopt_ext import FinetuneTask, Metric
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.guard import (
     CLIMBED,
     CONFIDENCE,
@@ -365,7 +366,7 @@ def searched_chance(seed: int, dim: int, queries: int) -> bool:
 
     layer = torch.nn.utils.skip_init(torch.nn.Linear, 1, 1, dtype=torch.float64)
     task = FinetuneTask(attach_input_bias(layer, dim=dim), metric=Metric(metric, maximize=True, bounds=(0, 1)))
-    end = GuidedTrustRegion()(task, task.origin(), queries, seed=seed)
+    end = searched(task, GuidedTrustRegion(), task.origin(), queries, seed=seed)
     candidates = {"trained": end.evaluations[0], "search": end.evaluation}
     gain = end.gain_over(task.origin())
     return decide(candidates, end.evaluations, CONFIDENCE, lambda name: gain, end.climbed).kept == "search"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers.refusals import assert_named
 from metricopt_ext import Callback, Metric, Result, Start, optimize_metric
-from metricopt_ext.errors import AdapterError, BudgetError
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES
@@ -81,7 +81,6 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
         return {"holdout": Metric(function, **given)}
 
     task.metric.bounds = (0.0, 1.0)
-    other = {"there": Start(task.origin(), {}, {"bias": torch.ones_like(task.adapter.model.bias)})}
     for arguments, error, names in (
         ({"holdout": lambda model: 0.0}, ValueError, ("Metric",)),
         ({"holdout": task.metric}, ValueError, ("distance",)),
@@ -89,7 +88,6 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
         (aside(subject_to={"b": ">= start"}), ValueError, ("aside", "subject_to", "distance")),
         (aside(bounds=(0, 100)), ValueError, ("bounds", "(0.0, 100.0)", "distance", "(0.0, 1.0)")),
         (aside(ledger=Ledger(2)), BudgetError, ("3", "queries", "2", "budget")),
-        ({**aside(lambda: 0.0), "starts": other}, AdapterError, ("'there'", "aside")),
     ):
         with pytest.raises(error) as caught:
             run(task, output_dir=tmp_path / "run", **arguments)

@@ -160,8 +160,8 @@ def test_damaged_files_are_named(quadratic: Callable[..., Any], tmp_path: Path) 
     task = quadratic()
     go(task, output_dir=tmp_path, resume=True)
     assert task.queries == 3  # that task alone
-    (tmp_path / "evaluations.json").write_text("[]")
-    assert_refused(lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, "evaluations.json")
+    (tmp_path / "log.jsonl").write_text("[]\n")
+    assert_refused(lambda: go(quadratic(), output_dir=tmp_path, resume=True), FileFormatError, "log.jsonl")
 
 
 # --- What is left behind ---------------------------------------------------------------------------------------

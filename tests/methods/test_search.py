@@ -195,7 +195,7 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
     task = task.judged_by(Metric(task.distance, maximize=False, bounds=(0.0, 50.0), name="distance"))
     search: Any = Search(task, 40, output_dir=tmp_path)
     (start,) = search.ask()
-    before = (tmp_path / "evaluations.json").read_bytes()
+    before = (tmp_path / "log.jsonl").read_bytes()
     for refused, names in (
         (lambda: search.tell("0", 1.0), ("id", "'0'")),
         (lambda: search.tell(7, 1.0), ("7", "0")),
@@ -211,7 +211,7 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
         (lambda: search.ask(0), ("n", "0", "1")),
     ):
         assert_refused(refused, ValueError, *names)
-    assert (tmp_path / "evaluations.json").read_bytes() == before
+    assert (tmp_path / "log.jsonl").read_bytes() == before
     assert search.open() == [start]
     search.tell(0, 1.0, halves=((1.0, 0.5), (0.5, 2.0)))
     search.tell(0, 1.0, halves=((1.0, 0.5), (0.5, 2.0)))

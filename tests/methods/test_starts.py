@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from helpers.refusals import assert_refused
 from metricopt_ext import (
     Adapter,
+    Callback,
     FinetuneTask,
     Metric,
     Outputs,
@@ -20,6 +21,7 @@ from metricopt_ext import (
     attach_film,
     attach_outputs,
     batchnorm_start,
+    optimize_metric,
 )
 from metricopt_ext.adapters.start import PlacesOnLine
 from metricopt_ext.errors import AdapterError, DataError
@@ -87,13 +89,15 @@ def test_what_does_not_fit_is_refused(start: Any, error: type[Exception], names:
     assert_refused(lambda: all_starts(task_of(normed()), {"mine": start}), error, "mine", *names)
 
 
-def test_a_metric_that_knows_its_model_can_not_judge_a_copy() -> None:
+def test_a_metric_that_knows_its_model_judges_what_a_start_replaces() -> None:
+    """Starts are put into the one model, in turn."""
     task = task_of(normed())
-    blind = task.judged_by(Metric(lambda: 0.5, maximize=True, name="blind"))
-    replacing = {"bn": Start(ZERO, {MEAN: torch.ones(5)})}
-    assert_refused(lambda: all_starts(blind, replacing), AdapterError, "'bn'", "blind")
-    assert len(all_starts(blind, {"other": Start(torch.ones(4))})) == 2
-    assert blind.metric.ledger.spent == 0
+    model = task.adapter.model
+    own = Metric(lambda: float(model.state_dict()[MEAN].sum()), maximize=True, bounds=None, name="own")
+    starts = {"bn": Start(ZERO, {MEAN: torch.ones(5)}), "other": Start(torch.ones(4))}
+    result = optimize_metric(task.judged_by(own), queries=12, starts=starts, callback=Callback())
+    before = float(normed().state_dict()[MEAN].sum())
+    assert result.starts == pytest.approx({"start": before, "bn": 5.0, "other": before})
 
 
 def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:

@@ -14,42 +14,50 @@ from testers.strategy import StrategyTester
 
 
 class TestGuided(StrategyTester):
+    grows = True
     refuses_noise = True
     beats = "random"
 
 
 @pytest.mark.slow
 class TestGuidedFromStarts(StrategyTester):
+    grows = True
     starts = True
 
 
 @pytest.mark.slow
 class TestGuidedFromLines(StrategyTester):
+    grows = True
     lines = True
 
 
 @pytest.mark.slow
 class TestGuidedUnderAConstraint(StrategyTester):
+    grows = True
     constraint = True
 
 
 @pytest.mark.slow
 class TestGuidedWithSettings(StrategyTester):
+    grows = True
     settings = True
 
 
 @pytest.mark.slow
 class TestGuidedWithHoldout(StrategyTester):
+    grows = True
     holdout = refuses_noise = True
 
 
 class TestGuidedWithAll(StrategyTester):
+    grows = True
     queries = 30
     starts = lines = constraint = settings = holdout = True
 
 
 @pytest.mark.slow
 class TestGuidedRepeated(StrategyTester):
+    grows = True
     queries = 36
     refuses_noise = True
     metric_options: ClassVar = {"repeats": 2}
@@ -82,6 +90,7 @@ class TestGuidedESWithAll(TestGuidedES):
 
 
 class TestRandomSearch(StrategyTester):
+    grows, ends = True, 0
     refuses_noise, beats = True, "start"
 
     def strategy(self) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.random_search import RandomSearch
@@ -35,7 +36,7 @@ def test_quadratic_is_solved(quadratic: Make, search: Search, queries: int) -> N
         task = quadratic(dim=5)
         start = task.origin()
         assert task.true_cost(start) > 1
-        result = search(task, start, queries, seed=seed)
+        result = searched(task, search, start, queries, seed=seed)
         assert result.cost == task.true_cost(result.phi)
         farthest.append(float((result.phi - task.goal).abs().max()))
     assert mean(farthest) < 0.05  # at worst 0.005 ± 0.001
@@ -46,7 +47,7 @@ def test_steps_follow_the_pseudocode(quadratic: Make) -> None:
     search = GuidedES(pairs=3, scale=0.1, step=0.2, loss_weight=0.5, lr=0.3, history=k)
     asked: list[float] = []
     with task.metric.calling(lambda query: asked.append(query.evaluation.cost)):
-        search(task, task.origin(), 1 + 5 * 7, seed=4)
+        searched(task, search, task.origin(), 1 + 5 * 7, seed=4)
 
     phi, rng, past = task.origin(), generator(4, "guided_es"), []
     for step in range(5):
@@ -103,5 +104,5 @@ def test_random_points_are_those_of_the_definition_and_a_longer_run_goes_on(quad
     start = task.starts(0.3, 0, [0])[0]
     expected = [start] + [start + 0.2 * torch.randn(8, generator=rng, dtype=torch.float64) for _ in range(39)]
     for queries in (20, 40):
-        points = RandomSearch(0.2)(quadratic(dim=8), start, queries, seed=2).points
+        points = searched(quadratic(dim=8), RandomSearch(0.2), start, queries, seed=2).points
         assert torch.equal(points, torch.stack(expected[:queries]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,10 @@ from metricopt_ext.search.lines import (
     CANDIDATES,
     FIRST,
     NEAR,
-    LineState,
+    best_known,
     first_times,
     fit,
+    line_search,
     next_time,
 )
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -26,13 +28,15 @@ def known(cost: Cost, *times: float, noise: float | None = None) -> list[tuple[f
     return [(t, Evaluation(cost(t), None, noise)) for t in times]
 
 
-def searched(cost: Cost, queries: int, *times: float, interval: tuple[float, float] = INTERVAL) -> LineState:
-    times = times or (0.0,)
-    line = LineState(interval, queries, known(cost, *times), start=times[0])
-    while len(asked := line.ask()):
-        for index, t in reversed(list(enumerate(asked[:, 0].tolist()))):  # any order will do
-            line.tell(index, Evaluation(cost(t)))
-    return line
+def searched(cost: Cost, queries: int) -> list[tuple[float, Evaluation]]:
+    """Search from 0, where the cost is known; returns what is known then."""
+    found = known(cost, 0.0)
+    asking, answers = line_search(INTERVAL, queries, found), None
+    with suppress(StopIteration):
+        while True:
+            asked = asking.send(answers)  # type: ignore[arg-type]
+            answers = known(cost, *asked)
+    return found
 
 
 def wavy(t: float) -> float:
@@ -50,8 +54,7 @@ def test_next_is_where_mean_less_deviation_is_least() -> None:
 
 def test_what_is_known_is_not_asked_again() -> None:
     """Next to the optimum of a bowl, whose neighbours all look good."""
-    line = searched(lambda t: (t - 0.3) ** 2, 20)
-    times = sorted(float(t) for t in line.points)
+    times = sorted(t for t, _ in searched(lambda t: (t - 0.3) ** 2, 20))
     assert min(b - a for a, b in pairwise(times)) >= NEAR * 5 - 1e-12
     assert len(times) == 21
 
@@ -59,9 +62,9 @@ def test_what_is_known_is_not_asked_again() -> None:
 @pytest.mark.parametrize("optimum", [-2.0, -0.8, 0.1, 1.2, 2.2])
 def test_the_optimum_of_a_bowl_is_found_within_six_queries(optimum: float) -> None:
     """Within a tenth of an adjustment; the grid's own step is half of that."""
-    line = searched(lambda t: (t - optimum) ** 2, 6)
-    assert abs(float(line.end().phi) - optimum) < 0.1
-    assert line.end().queries == 7
+    found = searched(lambda t: (t - optimum) ** 2, 6)
+    assert abs(found[best_known(INTERVAL, found)][0] - optimum) < 0.1
+    assert len(found) == 7
 
 
 def test_both_sides_come_first_unless_they_are_known_or_outside() -> None:
@@ -70,18 +73,17 @@ def test_both_sides_come_first_unless_they_are_known_or_outside() -> None:
     assert first_times(INTERVAL, 0.0, known(wavy, 0.0, step + 0.09)) == [-step]
     assert first_times((0.0, 5.0), 0.0, known(wavy, 0.0)) == [step]
     assert first_times((0.0, 5.0), 0.0, known(wavy, 0.0), first=(2.5, 2.5, 4.0)) == [2.5, 4.0]
-    assert LineState(INTERVAL, 0).ask().tolist() == []
-    line = LineState(INTERVAL, 3)
-    assert line.ask().tolist() == [[0.0]]
-    line.tell(0, Evaluation(1.0))
-    assert line.ask().tolist() == [[step], [-step]]
+    assert list(line_search(INTERVAL, 0, [])) == []
+    asking = line_search(INTERVAL, 3, [])
+    assert next(asking) == [0.0]
+    assert asking.send(known(wavy, 0.0)) == [step, -step]
 
 
 def test_a_flat_metric_is_asked_far_from_what_is_known() -> None:
-    line = searched(lambda t: 0.25, 4)
-    assert fit(INTERVAL, line.known) is None
-    assert [abs(float(t)) for t in line.points[3:]] == [2.5, 2.5]
-    assert line.end().phi.tolist() == [0.0]
+    found = searched(lambda t: 0.25, 4)
+    assert fit(INTERVAL, found) is None
+    assert [abs(t) for t, _ in found[3:]] == [2.5, 2.5]
+    assert best_known(INTERVAL, found) == 0
 
 
 def test_noise_that_repeats_show_is_the_least_of_f() -> None:

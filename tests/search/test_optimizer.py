@@ -14,6 +14,7 @@ from helpers.refusals import assert_refused, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search.adam import adam_direction
 from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -356,7 +357,7 @@ def test_metricopt_ends_where_the_search_did(quadratic: Callable[..., Any]) -> N
     shares = []
     for seed in range(5):
         task = quadratic(8)
-        end = GuidedTrustRegion()(task, task.origin(), 80, seed=seed)
+        end = searched(task, GuidedTrustRegion(), task.origin(), 80, seed=seed)
         assert end.f is not None
         assert end.f.trusted
         points, _ = rollout(

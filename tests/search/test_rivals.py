@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from helpers.refusals import assert_refused
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search.box import Box, sobol
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.ngopt import NGOpt
 from metricopt_ext.search.noisy_ei import NoisyEI
 from metricopt_ext.search.optuna_sampler import OptunaSampler
-from metricopt_ext.search.strategy import Answer, Answers, SearchStrategy
+from metricopt_ext.search.strategy import Answer, Answers, DirectSearch, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from testers.strategy import StrategyTester
 
@@ -69,7 +71,7 @@ def test_a_missing_package_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     task = quadratic()
-    assert_refused(lambda: RIVALS[package](task, task.origin(), 50), ImportError, "pip install", package)
+    assert_refused(lambda: searched(task, RIVALS[package], task.origin(), 50), ImportError, "pip install", package)
     assert task.queries == 0
 
 
@@ -88,7 +90,7 @@ def test_a_quadratic_gets_better(
 ) -> None:
     pytest.importorskip(package)
     task = quadratic(dim=3)
-    found = [search(task, task.origin(), queries, seed=seed).cost for seed in range(2)]
+    found = [searched(task, search, task.origin(), queries, seed=seed).cost for seed in range(2)]
     assert mean(found) < left * task.true_cost(task.origin())
 
 
@@ -96,28 +98,29 @@ def test_points_stay_in_the_box_and_a_longer_run_goes_on(quadratic: Callable[...
     pytest.importorskip("optuna")
     task, search = quadratic(dim=5), OptunaSampler("tpe", half_width=0.2)
     start = task.starts(0.3, 0, [0])[0]
-    short, long = (search(task, start, queries, seed=2).points for queries in (12, 16))
+    short, long = (searched(task, search, start, queries, seed=2).points for queries in (12, 16))
     assert float((long - start).abs().max()) <= 0.2 + 1e-12
     assert torch.equal(long[:12], short)
 
 
-def told(box: Box, unit: Tensor, answers: Callable[[Tensor], list[Answer]]) -> Any:
+def told(box: Box, unit: Tensor, answers: Callable[[list[Start]], list[Answer]]) -> Any:
     asking = box.proposed(unit)
-    points = next(asking)
+    starts = next(asking)
     with pytest.raises(StopIteration) as stopped:
-        asking.send(Answers(answers(points)))
-    return points, *stopped.value.value
+        asking.send(Answers(answers(starts)))
+    return torch.stack([each.phi for each in starts]), *stopped.value.value
 
 
 def test_the_unit_box_is_the_start_plus_or_minus_half_a_width() -> None:
     """What rounding to single precision makes of a point is not told; a point in its place is, and none given up."""
-    box = Box(torch.tensor([1.0, -2.0]), 0.5)
+    begun = DirectSearch(Start(torch.tensor([1.0, -2.0])), lambda: 9, lambda search: iter(()))
+    box = Box(begun, 0.5)
     unit = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.3, 0.7]], dtype=torch.float64)
     points, same, costs = told(box, unit, lambda asked: [Answer(p, Evaluation(float(i))) for i, p in enumerate(asked)])
     torch.testing.assert_close(points, torch.tensor([[1.0, -2.0], [0.5, -1.5], [0.8, -1.8]]))
     assert torch.equal(same, unit)
     assert costs.tolist() == [0, 1, 2]
-    other = torch.tensor([1.25, -2.25])
+    other = Start(torch.tensor([1.25, -2.25]))
     _, found, costs = told(
         box,
         unit,

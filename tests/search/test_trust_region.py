@@ -10,8 +10,11 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from helpers.asked import batches_of, ends
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
 from metricopt_ext.search.feasibility import Aim
@@ -28,6 +31,10 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.value.gp import GPLearner
 
 SEARCH = GuidedTrustRegion()
+
+
+def run(task: Any, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
+    return searched(task, SEARCH, start, queries, seed=seed)
 
 
 def rugged(task: Any, depth: float = 2.0) -> Any:
@@ -77,23 +84,25 @@ def test_the_least_budget_has_a_design_a_proposal_and_an_end(
     least = SEARCH.least_queries(dim)
     assert least == design + 3
     task = quadratic(dim)
-    assert_refused(lambda: SEARCH(task, task.origin(), least - 1), ValueError, "queries", least - 1, dim, least)
+    assert_refused(lambda: run(task, task.origin(), least - 1), ValueError, "queries", least - 1, dim, least)
     assert task.queries == 0
-    end = SEARCH(task, task.origin(), least)
+    end = run(task, task.origin(), least)
     assert task.queries == least
     assert len(end.predicted) == 1
 
 
 def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    state = SEARCH.begin(task, task.origin(), 16)
-    while len(points := state.ask()):
-        assert state.quality() is None or len(state.points) > SEARCH.design_size(4)
-        for index, point in enumerate(points):
-            state.tell(index, Evaluation(task.true_cost(point)))
-    predicted = state.end().predicted
+    begun = SEARCH.begin(task, Start(task.origin()), lambda: 16)
+
+    def judge(start: Start) -> Evaluation:
+        assert begun.quality() is None or len(begun.points) > SEARCH.design_size(4)
+        return Evaluation(task.true_cost(start.phi))
+
+    batches_of(begun.batches(), judge)
+    predicted = begun.end().predicted
     assert len(predicted) > 4
-    assert state.quality() == pytest.approx(spearmanr(*predicted.T).statistic)
+    assert begun.quality() == pytest.approx(spearmanr(*predicted.T).statistic)
 
 
 # --- One search has the ends of all ------------------------------------------------------------------------------
@@ -104,10 +113,10 @@ def test_checkpoints_are_the_ends_of_separate_runs_bit_for_bit(quadratic: Callab
     """Ends just after the number of points has grown by a quarter would choose hyper-parameters anew."""
     checkpoints = [13, 14, 48, 60, 90]
     task = rugged(quadratic(8))
-    whole = list(SEARCH.ends(task, task.origin(), checkpoints, seed=seed))
+    whole = list(ends(SEARCH, task, task.origin(), checkpoints, seed=seed))
     assert task.queries == 90 + 4
     for queries, end in zip(checkpoints, whole, strict=True):
-        alone = SEARCH(rugged(quadratic(8)), task.origin(), queries, seed=seed)
+        alone = run(rugged(quadratic(8)), task.origin(), queries, seed=seed)
         assert end.queries == queries
         assert_same(end, alone)
         assert torch.equal(end.points, whole[-1].points[: queries - 1])
@@ -117,17 +126,13 @@ def test_known_points_count_but_are_not_asked_again(quadratic: Callable[..., Any
     plain, task = quadratic(), quadratic()
     start, other = task.origin(), rand(4, seed=3)
     known = [(other, plain.evaluate(other, "before")), (start, plain.evaluate(start, "before"))]
-    (end,) = SEARCH.ends(task, start, [30], known=known)
+    (end,) = ends(SEARCH, task, start, [30], known=known)
     assert task.queries == 28
     assert (end.queries, len(end.points)) == (30, 29)
     assert torch.equal(end.points[:2], torch.stack([other, start]))
     assert list(end.evaluations[:2]) == [evaluation for _, evaluation in known]
-    assert_same(next(SEARCH.ends(quadratic(), start, [30], known=known[1:])), SEARCH(quadratic(), start, 30))
-    least = SEARCH.least_queries(4)
-    assert_refused(
-        lambda: list(SEARCH.ends(task, start, [least], known=known)), ValueError, "queries", least, least + 1
-    )
-    assert_refused(lambda: list(SEARCH.ends(task, start, [30], known=known[:1])), ValueError, "known", "1")
+    assert_same(next(iter(ends(SEARCH, quadratic(), start, [30], known=known[1:]))), run(quadratic(), start, 30))
+    assert_refused(lambda: list(ends(SEARCH, task, start, [30], known=known[:1])), ValueError, "known", "1")
     assert task.queries == 28
 
 
@@ -139,7 +144,7 @@ def test_the_design_is_pairs_of_three_scales_around_the_start_of_the_probed_shap
 ) -> None:
     monkeypatch.setattr(trust_region, "DESIGN", 24)
     task, start = quadratic(64), rand(64, seed=2)
-    end, seen = SEARCH(task, start, 27, seed=4), probe(quadratic(64), start, 4)
+    end, seen = run(task, start, 27, seed=4), probe(quadratic(64), start, 4)
     offsets = end.points[1:25] - start
     torch.testing.assert_close(offsets[:12], -offsets[12:], rtol=0, atol=1e-12)
     normal = offsets[:12] @ torch.linalg.inv(seen.scale * seen.spectrum.root(1.0)).T
@@ -153,14 +158,14 @@ def test_the_design_is_around_the_best_that_is_known(quadratic: Callable[..., An
     start, better = task.origin(), 0.5 * plain.problem.goal
     known = [(each, plain.evaluate(each, "before")) for each in (start, better)]
     assert known[1][1].cost < known[0][1].cost
-    (end,) = SEARCH.ends(task, start, [20], known=known)
+    (end,) = ends(SEARCH, task, start, [20], known=known)
     torch.testing.assert_close(end.points[2:5] + end.points[5:8], 2 * better.expand(3, -1), rtol=0, atol=1e-12)
 
 
 def test_a_flat_metric_widens_the_design_and_ends_at_the_start(quadratic: Callable[..., Any]) -> None:
     task = judged(quadratic(), lambda phi: 0.25)
     start = rand(4, seed=2)
-    end = SEARCH(task, start, 80, seed=1)
+    end = run(task, start, 80, seed=1)
     assert end.f is None
     assert (end.widened, end.cost, end.evaluation, end.curve) == (WIDEST, 0.25, Evaluation(0.25), ((1, 0.25),))
     assert torch.equal(end.phi, start)
@@ -185,7 +190,7 @@ def test_a_scale_that_is_too_wide_is_mended(quadratic: Callable[..., Any], times
     task = quadratic(16)
     typical = 4 * probe(task, task.origin(), 0).scale
     width = typical / times
-    end = SEARCH(bounded(task, steep(task.origin(), width)), task.origin(), 40)
+    end = run(bounded(task, steep(task.origin(), width)), task.origin(), 40)
     assert end.widened <= 1 / 4
     assert 0.1 < end.widened * typical / width < 4
     smallest = [at for at in range(1, 40 - 1) if float(end.points[at].norm()) < width / 2]
@@ -200,14 +205,14 @@ def test_the_mean_loss_of_the_smallest_pair_narrows_the_design(quadratic: Callab
     """One side loses less than is far, the other more: it is the curvature that counts, not the slope."""
     task, side = quadratic(16), rand(16, seed=6)
     lost = bounded(task, lambda phi: 0.5 + (0.2 * float(phi @ side > 0) + 0.005 if phi.any() else 0))
-    assert SEARCH(lost, task.origin(), 20).widened < 1
+    assert run(lost, task.origin(), 20).widened < 1
 
 
 def test_a_right_scale_is_left_alone(quadratic: Callable[..., Any]) -> None:
     """The smallest pair loses less than FAR: the metric falls off within four times the typical distance."""
     task = quadratic(16)
     width = 4 * 4 * probe(task, task.origin(), 0).scale
-    assert SEARCH(bounded(task, steep(task.origin(), width)), task.origin(), 20).widened == 1
+    assert run(bounded(task, steep(task.origin(), width)), task.origin(), 20).widened == 1
 
 
 def test_chance_does_not_narrow_the_design(quadratic: Callable[..., Any]) -> None:
@@ -222,7 +227,7 @@ def test_chance_does_not_narrow_the_design(quadratic: Callable[..., Any]) -> Non
             return value, (value + more, value - more)
 
         metric = Metric(halves, maximize=False, bounds=(-1, 2), name="steep")
-        return SEARCH(replace(quadratic(16), metric=metric), task.origin(), 12)
+        return run(replace(quadratic(16), metric=metric), task.origin(), 12)
 
     assert end(1e-6).widened < 1
     assert end(1.0).widened == 1
@@ -234,10 +239,10 @@ def test_the_first_radius_is_that_of_the_pair_that_holds_the_best(
 ) -> None:
     """The goal is at the small pair's own point, at the large one's, or at the start, so that none gains."""
     task = quadratic(16)
-    design = SEARCH(quadratic(16), task.origin(), 9).points[1:7]
+    design = run(quadratic(16), task.origin(), 9).points[1:7]
     goal = task.origin() if along is None else design[{0.25: 2, 1.0: 0}[along]]
     far = judged(task, lambda phi: -1e3 * float((phi - goal).norm() < 1e-9) - float(phi @ rand(16, seed=5)) * 1e-3)
-    end = SEARCH(far, task.origin(), 7 + 4 + 1)
+    end = run(far, task.origin(), 7 + 4 + 1)
     typical = 4 * probe(quadratic(16), task.origin(), 0).scale
     moved = (end.points[7:11] - goal).norm(dim=1)
     assert float(moved.max()) <= min(1.0, max(0.2, FIRST_RADIUS * scale)) * typical * (1 + 1e-9)
@@ -248,14 +253,14 @@ def test_the_first_of_a_batch_minimises_f_itself(
 ) -> None:
     """If posterior samples deviate nowhere, all points of a batch do: they agree, but for where their descent began."""
     task, deviations = quadratic(), Aim.deviations
-    bold = SEARCH(quadratic(), task.origin(), 5 + 4 + 1).points[5:9]
+    bold = run(quadratic(), task.origin(), 5 + 4 + 1).points[5:9]
 
     def without(self: Aim, count: int, rng: torch.Generator) -> Callable[[Tensor], Tensor]:
         drawn = deviations(self, count, rng)
         return lambda phi: 0 * drawn(phi)
 
     monkeypatch.setattr(Aim, "deviations", without)
-    end = SEARCH(task, task.origin(), 5 + 4 + 1)
+    end = run(task, task.origin(), 5 + 4 + 1)
     batch, scale = end.points[5:9], probe(quadratic(), task.origin(), 0).scale
     assert torch.equal(bold[0], batch[0])  # tau is 0 there
     assert float((bold - bold[0]).norm(dim=1).max()) > 3 * float((batch - batch[0]).norm(dim=1).max())
@@ -269,7 +274,7 @@ def test_the_first_of_a_batch_minimises_f_itself(
 @pytest.mark.parametrize("seed", range(3))
 def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], seed: int, depth: float) -> None:
     task = rugged(quadratic(), depth)
-    end = SEARCH(task, task.origin(), 50, seed=seed)
+    end = run(task, task.origin(), 50, seed=seed)
     assert end.f is not None
     best = int(end.f.mean(end.points).argmin())
     assert end.cost <= end.evaluations[best].cost + end.f.noise_std
@@ -296,7 +301,7 @@ def test_the_end_is_no_worse_than_the_best_seen_but_for_what_halves_show_to_be_c
         return found, (found + apart, found - apart)
 
     told = replace(task, metric=Metric(halves, maximize=False, bounds=None))
-    end = SEARCH(told, task.origin(), 30, seed=seed)
+    end = run(told, task.origin(), 30, seed=seed)
     assert end.f is not None
     assert end.f.noise_std > 0.02
     assert end.cost <= min(each.cost for each in end.evaluations) + 2e-3
@@ -304,7 +309,7 @@ def test_the_end_is_no_worse_than_the_best_seen_but_for_what_halves_show_to_be_c
 
 def test_f_comes_with_its_domain_quality_and_adapter(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    end = SEARCH(task, task.origin(), 50)
+    end = run(task, task.origin(), 50)
     assert end.f is not None
     assert end.f.quality is not None
     torch.testing.assert_close(end.f.centre.double(), end.phi, rtol=1e-6, atol=1e-6)

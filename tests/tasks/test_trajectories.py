@@ -19,19 +19,12 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.kept_evaluations import (
-    KeptEvaluation,
-    KeptEvaluations,
-    KeptPoint,
-    _checksum,
-    _content,
-)
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.rollout import collect, observation_steps, rollout
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
-from metricopt_ext.utils.files import to_json
 
 Make = Callable[..., Any]
 
@@ -292,64 +285,87 @@ def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
 
 
 def test_other_tensors_are_another_model_and_a_point_asked_twice_is_kept_twice(tmp_path: Path) -> None:
-    path = tmp_path / "evaluations.json"
+    path = tmp_path / "log.jsonl"
     ask(CachedMetric(counting(), path), 1.0)
     start = Start(torch.zeros(1), {"mean": torch.ones(2)})
     ask(CachedMetric(counting(), path).of(start), 1.0)
-    kept = json.loads(path.read_text())["evaluations"]
-    assert [bool(each["replaced"]) for each in kept] == [False, True]
-    told = ask(CachedMetric(counting(), tmp_path / "twice.json"), 1.0, 1.0)
+    assert [bool(each.replaced) for _, each in sorted(Log(path, UNBOUNDED).entries.items())] == [False, True]
+    told = ask(CachedMetric(counting(), tmp_path / "twice.jsonl"), 1.0, 1.0)
     assert [each.cost for each in told] == [0.0, 0.1]
-    assert ask(CachedMetric(counting(), tmp_path / "twice.json"), 1.0, 1.0, 1.0) == [*told, Evaluation(0.0)]
+    assert ask(CachedMetric(counting(), tmp_path / "twice.jsonl"), 1.0, 1.0, 1.0) == [*told, Evaluation(0.0)]
     remembered = CachedMetric(counting(), None)  # without a file it is the metric
     assert [remembered.cost(nn.Identity(), "x") for _ in range(3)] == [0.0, 0.1, 0.2]
 
 
-# --- The file of evaluations ---------------------------------------------------------------------------------------
+# --- The log -------------------------------------------------------------------------------------------------------
 
 
 UNBOUNDED = CostScale(maximize=False, bounds=None, name="x")
-START = Start(torch.zeros(7))
-REPLACING = Start(torch.zeros(7), {"mean": torch.ones(2)}, settings={"size": 566, "soft": 0.1 + 0.2, "flip": True})
+SETTINGS = {"size": 566, "soft": 0.1 + 0.2, "flip": True}
 
 
-def phi(dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+def entry(id: int, dtype: torch.dtype = torch.float64) -> Entry:
+    phi = torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    return Entry.of(id, Start(phi * id) if id else Start(phi * id, {"mean": torch.ones(2)}, settings=SETTINGS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = tmp_path / "kept.json"
-    points = [KeptPoint.of(id, phi(dtype) * id, START if id else REPLACING) for id in range(5)]
-    kept = KeptEvaluations(path, UNBOUNDED)
-    kept.ask(points)
-    also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "\u00e9 \n": 1 / 3}
-    one = Evaluation(0.1 + 0.2, (1 / 3, 2 / 3), 1e-17, also=also)
+    path, log = tmp_path / "log.jsonl", Log(tmp_path / "log.jsonl", UNBOUNDED)
+    points = [entry(id, dtype) for id in range(5)]
+    log.append(points)
+    also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "\u00e9 \n": 1 / 3, "none": 0.0}
+    one = Evaluation(0.0, (1 / 3, 2 / 3), 0.0, also=also)
     several = Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
-    kept.tell(KeptEvaluation.evaluated(points[2], one, 3))
-    kept.tell(KeptEvaluation.evaluated(points[4], several, 1))
-    kept.tell(KeptEvaluation.evaluated(points[0], Evaluation(9.0, failed=True, also=also), 3))
-    kept.tell(KeptEvaluation.without(points[1]))
-    again = KeptEvaluations(path, UNBOUNDED)
-    assert again.open == {3: points[3]}
-    assert again.evaluations == kept.evaluations
-    assert [again.evaluations[id].evaluation for id in (2, 4, 0, 1)] == [one, several, None, None]
-    found = [(each.failed, each.given_up, each.asked, each.also) for _, each in sorted(again.evaluations.items())]
+    log.append([points[2].told(one, 3)])
+    log.append([points[4].told(several, 1), points[0].told(Evaluation(9.0, failed=True, also=also), 3)])
+    log.append([points[1].told(None, 0)])
+    again = Log(path, UNBOUNDED)
+    assert again.entries == log.entries
+    assert again.entries[3] == points[3]
+    assert again.told(3) is None
+    assert [again.entries[id].evaluation for id in (2, 4, 0, 1)] == [one, several, None, None]
+    found = [(each.failed, each.given_up, each.asked, each.also) for id in (0, 1, 2, 4) if (each := again.told(id))]
     # Of a stand-in for what failed nothing is kept: its values are another evaluation's.
     assert found == [(True, False, 3, None), (False, True, 0, None), (False, False, 3, also), (False, False, 1, None)]
     assert again.answered == 3
-    assert torch.equal(again.evaluations[2].at(phi(dtype)), phi(dtype) * 2)
+    like = torch.zeros(7, dtype=dtype)
+    assert torch.equal(again.entries[2].at(like), entry(1, dtype).at(like) * 2)
     assert_refused(lambda: points[2].at(torch.zeros(3)), ValueError, "7", "phi", "3")
-    before = path.read_bytes()
-    again.tell(again.evaluations[1])
-    assert path.read_bytes() == before
 
 
-def written(path: Path, **changes: Any) -> None:
-    content = {"id": 0, "phi": [1.0], "replaced": "", "cost": 0.5, "halves": None, "noise": None}
-    content |= {"failed": False, "given_up": False, "asked": 1} | changes
-    text = to_json([content])
-    path.write_text(f'{{"checksum": "{_checksum(_content([], text))}", {_content([], text)}}}')
+def test_a_torn_last_line_is_dropped_and_written_anew(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "log.jsonl", entry(0).told(Evaluation(0.5), 1), entry(1).told(Evaluation(0.25), 1)
+    log = Log(path, UNBOUNDED)
+    log.append([first])
+    short = path.read_bytes()
+    log.append([second])
+    whole = path.read_bytes()
+    assert whole.startswith(short)
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        torn = Log(path, UNBOUNDED)
+        assert list(torn.entries) == ([0] if size >= len(short) else [])
+        torn.append([each for each in (first, second) if each.id not in torn.entries])
+        assert path.read_bytes() == whole
+
+
+def test_a_log_that_another_process_went_on_with_is_noticed(tmp_path: Path) -> None:
+    mine = Log(tmp_path / "log.jsonl", UNBOUNDED)
+    mine.append([entry(0).told(Evaluation(0.5), 1), entry(1)])
+    theirs = Log(tmp_path / "log.jsonl", UNBOUNDED)
+    theirs.append([entry(2)])
+    mine.check_unchanged()  # another open point is no answer
+    theirs.append([entry(1).told(Evaluation(0.5), 1)])
+    assert_refused(mine.check_unchanged, FileFormatError, "log.jsonl", "resume=True")
+
+
+def lined(*contents: Any) -> str:
+    first = {"format": "metricopt_ext/log/1"}
+    return "".join(f"{json.dumps(each)}\n" for each in (first, *contents))
+
+
+ANSWER = {"id": 0, "phi": [1.0], "cost": 0.5, "asked": 1}
 
 
 @pytest.mark.parametrize(
@@ -369,33 +385,21 @@ def written(path: Path, **changes: Any) -> None:
 def test_an_answer_that_can_be_none_is_not_believed(
     tmp_path: Path, changes: dict[str, Any], bounds: Any, name: str
 ) -> None:
-    path, scale = tmp_path / "kept.json", CostScale(maximize=False, bounds=bounds, name="x")
-    written(path, **changes)
+    path, scale = tmp_path / "log.jsonl", CostScale(maximize=False, bounds=bounds, name="x")
+    path.write_text(lined(ANSWER | changes))
     if not name:
-        assert KeptEvaluations(path, scale).evaluations[0].cost == changes.get("cost", 0.5)
+        assert Log(path, scale).entries[0].cost == changes.get("cost", 0.5)
         return
     with pytest.raises(FileFormatError) as caught:
-        KeptEvaluations(path, scale)
+        Log(path, scale)
     assert_named(caught, name)
 
 
-def changed(content: dict[str, Any], field: str, value: Any) -> str:
-    content["evaluations"][0][field] = value
-    return json.dumps(content)
-
-
 @pytest.mark.parametrize(
-    "edit",
-    [
-        lambda content: "{",
-        lambda content: '{"evaluations": [1]}',
-        lambda content: changed(content, "phi", [2.0]),
-        lambda content: changed(content, "also", {"a": 0.5}),
-        lambda content: json.dumps({**content, "evaluations": content["evaluations"] * 2}),
-    ],
+    "text",
+    ["{\n", "[]\n", lined(1), lined(ANSWER, ANSWER), lined(ANSWER, {"id": 0, "phi": [1.0]}), lined()[4:]],
 )
-def test_a_foreign_or_changed_file_is_refused(tmp_path: Path, edit: Any) -> None:
-    path = tmp_path / "kept.json"
-    written(path)
-    path.write_text(edit(json.loads(path.read_text())))
-    assert_refused(lambda: KeptEvaluations(path, UNBOUNDED), FileFormatError, path)
+def test_a_foreign_or_changed_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    assert_refused(lambda: Log(path, UNBOUNDED), FileFormatError, path)

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -204,9 +205,10 @@ def told(result: mo.Result) -> dict[str, Any]:
     return {**lists, "text": str(result)}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file in a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def files_of(folder: Path) -> dict[str, Any]:
+    """Return the content of each file in a folder; of the log its lines, as one that says how many follow may move."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: sorted(content.splitlines()) if name == "log.jsonl" else content for name, content in found.items()}
 
 
 def noisy(rng: random.Random) -> float:
@@ -228,7 +230,7 @@ class Ended:
     """A run that nothing disturbed: its world, its result, and its folder's files."""
 
     def __init__(self, world: World, result: mo.Result, folder: Path) -> None:
-        self.world, self.result, self.files = world, result, files_of(folder)
+        self.world, self.result, self.folder, self.files = world, result, folder, files_of(folder)
         self.phi = world.adapter.phi.detach().clone()
 
 
@@ -243,6 +245,8 @@ class StrategyTester:
         settings: Whether there is a setting of inference to tune.
         holdout: Whether held-out data confirm the end.
         asks_and_tells: Whether it is a search, which can be asked and told.
+        grows: Whether a finished run can go on with more queries.
+        ends: How many evaluations the end of a budget is, that the search does not know.
         metric_options: Further arguments of the metric.
         collected_again: How many answers may be asked for again after a kill, those of unfinished trajectories.
         refuses_noise: Whether it is run on noise, by night.
@@ -256,6 +260,8 @@ class StrategyTester:
     settings: ClassVar[bool] = False
     holdout: ClassVar[bool] = False
     asks_and_tells: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
+    ends: ClassVar[int] = 1
     metric_options: ClassVar[dict[str, Any]] = {}
     collected_again: ClassVar[int] = 0
     refuses_noise: ClassVar[bool] = False
@@ -371,6 +377,31 @@ class StrategyTester:
             "seed",
         )
         assert files_of(folder) == whole.files
+
+    def test_a_finished_run_goes_on_with_more_queries(
+        self, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """What was answered is not asked again; the earlier end is a query besides, which the search does not know."""
+        whole, folder, queries = undisturbed(1), tmp_path_factory.mktemp("more") / "run", self.queries + 12 * self.calls
+        shutil.copytree(whole.folder, folder)
+        if not self.grows:
+            refused = lambda: self.run(World(self), folder, queries=queries, seed=1, resume=True)  # noqa: E731
+            assert_refused(refused, mo.errors.FileFormatError)
+            assert files_of(folder) == whole.files
+            return
+        world, besides = World(self), self.ends * self.calls
+        result = self.run(world, folder, queries=queries, seed=1, resume=True)
+        assert len(whole.world.asked) + len(world.asked) == sum(result.queries.values()) == queries + besides
+        assert sum(world.task.metric.ledger.spent_on.values()) == queries + besides
+        if not (self.lines or self.settings):  # which keep what the first number left for them
+            fresh = World(self)
+            assert torch.equal(result.points, self.run(fresh, None, queries=queries, seed=1).points)
+            assert torch.equal(world.adapter.phi, fresh.adapter.phi)
+        again = World(self)
+        assert told(self.run(again, folder, queries=queries, seed=1, resume=True)) == told(result)
+        assert not again.asked
+        fewer = lambda: self.run(World(self), folder, queries=self.queries, seed=1, resume=True)  # noqa: E731
+        assert_refused(fewer, mo.errors.FileFormatError, queries // self.calls, self.queries // self.calls)
 
     def went_on(self, world: World, whole: Ended, known: int) -> int:
         """Check that a process asked for what was not answered yet, and return how much was answered after it."""

@@ -73,7 +73,7 @@ def test_the_tool_goes_on_from_it_with_any_number_of_queries(
     assert capsys.readouterr().out.count("worth it? ") == resumed.count("worth it? ") == 1
     seed = (
         "identity.json",
-        "evaluations.json",
+        "log.jsonl",
         "adapter.safetensors",
         "value_function.safetensors",
         "tuned.safetensors",

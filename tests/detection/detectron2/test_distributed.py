@@ -86,7 +86,7 @@ def test_two_processes_find_the_phi_of_one(tiny_config: Any, tmp_path: Path) -> 
         assert sum(seen) == 24 + (len(seen) > 1)  # both evaluate the first: what they find must be the same
         assert min(seen) >= 24 // processes - 3
         assert all(torch.equal(each["phi"], ends[0]["phi"]) and each["after"] == ends[0]["after"] for each in ends)
-        files = [*(out / "search").glob("*.safetensors"), out / "search" / "evaluations.json"]
+        files = [*(out / "search").glob("*.safetensors"), out / "search" / "log.jsonl"]
         merged = torch.load(out / "model_merged.pth", weights_only=True)["model"]
         kept[processes] = {path.name: path.read_bytes() for path in files}, fingerprint(merged)
         assert len((out / "metrics.json").read_text().splitlines()) == 25  # each query, and the outcome

@@ -1,0 +1,432 @@
+"""Ask and tell: a search whose points anybody may evaluate, in this process or elsewhere, today or tomorrow."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import AdapterError, BudgetError, MetricError
+from metricopt_ext.methods.assessment import Assessment
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.run import SearchRun
+from metricopt_ext.methods.run_folder import RunFolder, settled
+from metricopt_ext.methods.run_identity import identity_of
+from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.strategy import check_strategy, sized
+from metricopt_ext.search.asking import FAILED
+from metricopt_ext.search.asking import Trial as Asked
+from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.halved import pairs_of
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Value
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.files import opened_atomically, save_checkpoint
+from metricopt_ext.utils.numbers import number_of
+from metricopt_ext.utils.words import brief, counted
+
+# Which trial each model is at, by what holds its phi.
+_APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A point that a search wants to know the metric at.
+
+    Attributes:
+        id: Its number, from 0.
+        start: Name of the start whose model it is a point of: ``"start"`` for the model as it was trained.
+        at: The model there: phi, what is in place of the model's own tensors, and settings of inference.
+    """
+
+    id: int
+    start: str
+    at: Start
+    _task: FinetuneTask = field(repr=False)
+
+    @property
+    def phi(self) -> Tensor:
+        """``d``."""
+        return self.at.phi
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """The settings of inference to be judged with, by name; empty of a task without any."""
+        return self._task.with_values(self.at.settings).values or {}
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Yield the model at this trial, in evaluation mode, its settings in force; afterwards it is as it was.
+
+        Raises:
+            AdapterError: Another trial is applied, as all share the model.
+        """
+        adapter = self._task.adapter
+        other = _APPLIED.get(adapter.context)
+        if other not in (None, self.id):
+            raise AdapterError(
+                f"trial {self.id} is of the same model as trial {other}, which is applied; leave its with block"
+                " first, or write both to files, trial.checkpoint(path)"
+            )
+        _APPLIED[adapter.context] = self.id
+        try:
+            with self._task.at(self.at) as model:
+                yield model
+        finally:
+            if other is None:
+                del _APPLIED[adapter.context]
+
+    def checkpoint(self, path: str | Path) -> None:
+        """Write the model at this trial as an ordinary state dict, phi merged into the weights.
+
+        Settings of inference are no part of it (`settings`).
+
+        Args:
+            path: The file; safetensors if its name ends so, otherwise by ``torch.save``.
+
+        Raises:
+            AdapterError: phi can't be merged (`Adapter.merge`).
+            OSError: The file can't be written.
+        """
+        adapter = self._task.adapter
+        with adapter.applied(self.at):
+            state = {key: value.detach().cpu().contiguous() for key, value in adapter.merged_state_dict().items()}
+        if Path(path).suffix == ".safetensors":
+            save_checkpoint(path, state)
+        else:
+            with opened_atomically(path) as file:
+                torch.save(state, file)
+
+
+class Search:
+    """A search that you ask for trials and tell the metric's values (ask and tell, as in Optuna, Ax and cma).
+
+    Its first trials are the model as trained and the other starts; then it searches from the best of them. Trials come
+    in batches, and f is fitted again only once a whole batch is told, failed or given up. So the result depends neither
+    on the order nor on the time of telling. `optimize_metric` is this loop on the task's own metric.
+
+    It is for one thread. Trials of several files (`Trial.checkpoint`) are scored at once.
+
+    Args:
+        task: Model, loss and batches. Its metric's direction, bounds, name and repeats are used, but its function is
+            not called. Or only an `Adapter`: without a loss all directions of phi count alike (`Result` says so).
+        queries: Metric queries that may be spent, the metric's repeats among them.
+        strategy: A guided or a direct search; the default is `GuidedTrustRegion`.
+        starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` three to six.
+        seed: Seed of all draws.
+        output_dir: Keeps every answer, with its point; None keeps nothing.
+        resume: Continue from ``output_dir``: its answers are told again, and its open trials stay open.
+        guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
+        maximize: With an adapter only: whether higher is better.
+        bounds: With an adapter only: lowest and highest possible value; None if they are not known.
+        name: With an adapter only: the metric's name.
+        subject_to: With an adapter only: constraints on other quantities, which `tell` takes as ``also`` (`Metric`).
+        gradients: With an adapter only: gradients of a loss in phi, ``m x d``, computed elsewhere; their directions
+            shape f's kernel and the first design.
+        new_classes: With an adapter only: whether the model will be judged on classes other than the metric's; see
+            `Metric`. A result before the budget is spent has f's mean instead of the value of what is kept.
+
+    Raises:
+        ValueError: A number is out of range, or the strategy has no ask and tell, or arguments do not go together.
+        BudgetError: ``queries`` is too small, or more than the ledger of the task's metric has left.
+        AdapterError: The loss is no scalar, or has no gradient in phi; or a start does not fit the model.
+        FileFormatError: ``output_dir`` holds another run, it holds a run and ``resume`` is False, or another process
+            writes to it.
+
+    Examples:
+        >>> search = Search(task, queries=60, output_dir="out")  # doctest: +SKIP
+        >>> while trials := search.ask(8):  # doctest: +SKIP
+        ...     for trial in trials:
+        ...         with trial.applied() as model:
+        ...             search.tell(trial.id, my_scorer(model))
+        >>> print(search.result())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        task: FinetuneTask | Adapter,
+        queries: int = 60,
+        *,
+        strategy: SearchStrategy | None = None,
+        starts: Mapping[str, Start | StartLine] | None = None,
+        seed: int = 0,
+        output_dir: str | Path | None = None,
+        resume: bool = False,
+        guard_confidence: float = CONFIDENCE,
+        maximize: bool | None = None,
+        bounds: tuple[float, float] | None = None,
+        name: str | None = None,
+        subject_to: Mapping[str, str] | None = None,
+        gradients: Tensor | None = None,
+        new_classes: bool | None = None,
+    ) -> None:
+        task = _task_of(task, maximize, bounds, name, subject_to, gradients, new_classes)
+        strategy = strategy or GuidedTrustRegion()
+        check_search(strategy)
+        check_integer(0, queries=queries, seed=seed)
+        deviates(guard_confidence)  # refuses what is out of range
+        if queries > task.metric.ledger.left:
+            left = task.metric.ledger.left
+            raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
+        candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
+        fixed = sum(isinstance(each, Start) for each in candidates.values())
+        size = sized(strategy, evaluations, task.dim, fixed, held_back(strategy, task.metric))
+        with task.adapter.applied(Start(task.origin())):
+            strategy.check(task)
+            task.check_loss(seed, 2)
+        others = {name: start for name, start in candidates.items() if name != "start"}
+        identity = identity_of(strategy, task, others, seed=seed, size={} if strategy.anytime else size)
+        task = settled(task, identity, output_dir)
+        self.folder: RunFolder = RunFolder(output_dir, identity)
+        self.task, self.strategy, self.queries = task, strategy, evaluations
+        self._held = ExitStack()
+        self._held.enter_context(self.folder.writing(resume))
+        try:
+            log = self.folder.log(task.metric)
+            budgets = log.sit(evaluations)
+        except BaseException:
+            self._held.close()
+            raise
+        planned = log.sittings[0].budget
+        self._run = SearchRun(task, strategy, candidates, budgets, seed, guard_confidence, planned)
+        self._asking = self._run.asking(log)
+        self._trials: dict[int, Trial] = {}
+
+    def ask(self, n: int = 1) -> list[Trial]:
+        """Return at most ``n`` trials of the current batch that this object has not handed out yet.
+
+        Returns:
+            Fewer at the end of a batch; none while all of it is being evaluated (`open`), or once the budget is given
+            out.
+
+        Raises:
+            ValueError: ``n`` is below 1.
+        """
+        return [self._made(each) for each in self._asking.ask(n)]
+
+    def open(self) -> list[Trial]:
+        """Return the trials that were asked for, here or in an earlier process, and not told yet."""
+        return [self._made(each) for each in self._asking.open()]
+
+    def _made(self, trial: Asked) -> Trial:
+        return self._trials.setdefault(trial.id, Trial(trial.id, trial.name, trial.at, self.task))
+
+    def tell(
+        self,
+        id: int,
+        value: float,
+        halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
+        noise: float | None = None,
+        also: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell what the metric is at a trial; it is on disk when this returns.
+
+        Args:
+            id: The trial's.
+            value: The metric's value, in its own units.
+            halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
+                several pairs of halves, as many at each trial.
+            noise: Standard error of the value, if it is the mean of several evaluations.
+            also: Other quantities, by name: those that the metric is subject to, and any that are to be shown.
+
+        Raises:
+            ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
+                metric's bounds, or missing although the metric is subject to it, or another trial was told another
+                number of pairs. Nothing has changed then.
+        """
+        metric, pairs = self.task.metric, None
+        try:
+            cost = metric.checked_cost(number_of(value))
+            if halves is not None:
+                pairs = metric.costs_of(pairs_of(halves))
+            error = None if noise is None else number_of(noise) / metric.scale
+        except (TypeError, ValueError) as wrong:
+            evaluated = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
+            raise ValueError(
+                f"{evaluated}: tell a number, two for halves or None (or several pairs of two), and a number for"
+                " noise or None"
+            ) from wrong
+        except MetricError as wrong:
+            raise ValueError(str(wrong)) from wrong
+        if error is not None and not 0 <= error < math.inf:
+            raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
+        before = {len(each.pairs) or 1 for each in self._asking.log.entries.values() if each.halves is not None}
+        if pairs is not None and before and len(pairs) not in before:
+            raise ValueError(
+                f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
+                " data in the same ways for all"
+            )
+        besides = told_besides(also, metric)
+        self._asking.tell(id, Evaluation.of(cost, pairs, error)._replace(also=besides))
+
+    def fail(self, id: int, reason: str = "") -> None:
+        """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
+
+        Args:
+            id: The trial's.
+            reason: Why, for the error if it is the first.
+
+        Raises:
+            ValueError: There is no such trial, it has an answer already, or it is the model as it was trained.
+        """
+        if id == 0:
+            raise ValueError(
+                "trial 0 is the model as it was trained, so its value is needed: it failed"
+                f" ({reason or 'no reason given'}); fix the scorer, then tell its value"
+            )
+        self._asking.tell(id, FAILED)
+
+    def give_up(self, id: int) -> None:
+        """Wait for a trial no longer: it costs no query, and its batch closes without it.
+
+        Raises:
+            ValueError: There is no such trial, it has an answer already, or it is a start.
+        """
+        self._asking.tell(id, None)
+
+    @property
+    def spent(self) -> int:
+        """Queries that were told or failed so far, the metric's repeats among them."""
+        return self._asking.log.answered * self.task.metric.repeats
+
+    @property
+    def failed(self) -> int:
+        """How many evaluations have failed, in earlier processes too."""
+        return sum(each.failed for each in self._asking.log.entries.values())
+
+    def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
+        """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
+
+        Args:
+            most: How many trials.
+            seconds: Seconds that a query took.
+        """
+        return self._run.assessment(self._asking, most, seconds)
+
+    def moved(self) -> str:
+        """Say how many points on file are not those that the search would ask for today; empty if all are."""
+        return self._asking.moved()
+
+    def outcome(self) -> Result:
+        """Return what `result` does, and leave the model and the folder as they are."""
+        return self._run.outcome(self._asking)
+
+    def result(self) -> Result:
+        """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
+
+        It can be asked for at any time once `least_queries` were told; the search goes on as if it had not been. After
+        `close`, too, if no other process has gone on in the folder.
+
+        Raises:
+            BudgetError: Too few trials were told; the message says how many are missing.
+            FileFormatError: The folder was removed or replaced, or left by `close` and changed by another process; the
+                model is as it was.
+        """
+        result = self.outcome()
+        with self.folder.held(self._asking.log.check_unchanged):  # before the model is another
+            self.task.adapter.apply(result.start_of(result.chosen))
+            self.folder.keep(self.task, result)
+        return result
+
+    def close(self) -> None:
+        """Leave the folder to other processes; nothing more can be told to this object."""
+        self._held.close()
+
+    def __enter__(self) -> "Search":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        """Leave the folder to other processes."""
+        self.close()
+
+
+def check_search(strategy: Any) -> None:
+    """Refuse what can't be asked and told.
+
+    Raises:
+        ValueError: It is a class, or a strategy that runs its own trainings.
+    """
+    check_strategy(strategy)
+    if not isinstance(strategy, SearchStrategy):
+        raise ValueError(
+            f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings; use"
+            " optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
+        )
+
+
+def _task_of(
+    task: FinetuneTask | Adapter,
+    maximize: bool | None,
+    bounds: tuple[float, float] | None,
+    name: str | None,
+    subject_to: Mapping[str, str] | None,
+    gradients: Tensor | None,
+    new_classes: bool | None,
+) -> FinetuneTask:
+    given = {
+        "maximize": maximize,
+        "bounds": bounds,
+        "name": name,
+        "subject_to": subject_to,
+        "gradients": gradients,
+        "new_classes": new_classes,
+    }
+    if isinstance(task, FinetuneTask):
+        if several := [key for key, value in given.items() if value is not None]:
+            raise ValueError(f"{several[0]} is given beside a task, whose metric has its own; leave it out")
+        return task
+    if not isinstance(task, Adapter):
+        raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
+    if maximize is None:
+        raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
+    metric = Metric(
+        _told_from_outside,
+        maximize=maximize,
+        bounds=bounds,
+        name=name or "metric",
+        subject_to=subject_to,
+        new_classes=bool(new_classes),
+    )
+    return FinetuneTask(task, metric=metric, gradients=gradients)
+
+
+def _told_from_outside(model: nn.Module) -> float:
+    raise MetricError("the values of this search are told to it; it has no function to call")
+
+
+def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:
+    """Return what was told besides the metric; None if it is nothing.
+
+    Raises:
+        ValueError: It is no mapping of names to finite numbers, or lacks what the metric is subject to.
+    """
+    if also is not None and not isinstance(also, Mapping):
+        raise ValueError(f"also is {brief(also)}; it must map names to numbers, e.g. {{'accuracy': 0.9}}")
+    evaluated = dict[str, float]()
+    for name, value in (also or {}).items():
+        try:
+            evaluated[name] = number_of(value)
+        except TypeError as wrong:
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
+        if not isinstance(name, str) or not math.isfinite(evaluated[name]):
+            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")
+    missing = [name for name in metric.subject_to if name not in evaluated]
+    if missing:
+        known = f"told are {', '.join(map(repr, evaluated))}" if evaluated else "nothing was told"
+        raise ValueError(
+            f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
+        )
+    return evaluated or None

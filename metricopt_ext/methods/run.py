@@ -1,0 +1,289 @@
+"""A run on a metric as one generator: starts, lines of them, settings of inference, and the search from the best."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
+from metricopt_ext.methods.constrained import best_of, ranked
+from metricopt_ext.methods.ending import Began, decided, guarded
+from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import divided
+from metricopt_ext.methods.tuned_settings import SETTINGS, accepted
+from metricopt_ext.search.asking import Asking, Batch, Run, labelled
+from metricopt_ext.search.stages import Point, SettingsStage, along_line, planned_lines
+from metricopt_ext.search.strategy import Answers, Begun, SearchStrategy
+from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.log import Log
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.words import counted
+
+
+class SearchRun:
+    """What a run asks for, in order, and what it comes to.
+
+    It first asks for the starts, then along lines of them, then, at the best, for settings of inference if the task has
+    any, and then searches phi from there. Last it asks for a part of the way to the end where classes are new.
+
+    Args:
+        task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
+        strategy: The search.
+        starts: What it may begin from, by name: ``"start"``, the model as it was trained, first; and lines of starts.
+        queries: Evaluations that may be spent; or of several sittings, ascending: the run comes to the end of each, a
+            query of its own, and goes on.
+        seed: Seed of all draws.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        planned: Evaluations by which lines and settings get theirs; by default the first of ``queries``.
+
+    Attributes:
+        queries: Those of the sitting; it may be raised.
+        starts: The starts, by name; the best of lines, and tuned settings, are added.
+        evaluated: The metric's evaluations of them.
+        points: All starts that were asked for, those on lines too.
+    """
+
+    def __init__(
+        self,
+        task: FinetuneTask,
+        strategy: SearchStrategy,
+        starts: Mapping[str, Start | StartLine],
+        queries: int | Sequence[int],
+        seed: int = 0,
+        confidence: float = CONFIDENCE,
+        planned: int | None = None,
+    ) -> None:
+        self.queries, *self._later = [queries] if isinstance(queries, int) else queries
+        self.planned = self.queries if planned is None else planned
+        self.task, self.strategy = task, strategy
+        self.starts, self._lines = divided(starts)
+        self.evaluated: dict[str, Evaluation] = {}
+        self.points: list[Point] = []
+        self.limits: Limits | None = None  # known with the start
+        self.started = "start"  # where the search begins
+        self.seed, self._confidence = seed, confidence
+        self._fixed = len(self.starts)
+        self._least = strategy.least_queries(task.dim, self._fixed)
+        self._strengths: dict[str, float] = {}  # the t of the best of each line
+        self._settings: SettingsStage | None = None
+        self._search: Begun | None = None
+        self._part: Answers | None = None  # what is known of the part of the way to the end
+        self._over = False  # whether there is nothing more to ask
+        self._besides = 0  # evaluations of where earlier sittings ended
+
+    # --- What is asked, in order -------------------------------------------------------------------------------------
+
+    def batches(self) -> Run[None]:
+        """Yield what is asked for, and be sent the answers; never ends, as more may be spent."""
+        answers = yield Batch(list(self.starts.values()), "starts", list(self.starts))
+        for (name, start), (_, evaluation) in zip(list(self.starts.items()), answers, strict=True):
+            assert evaluation is not None  # as a start's value is needed
+            self.evaluated[name] = evaluation
+            self.points.append(Point(name, start, evaluation))
+        self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
+        yield from self._along_lines()
+        self.started = model = self._best_start()
+        if self.task.settings is not None:
+            yield from self._tune_settings()
+        yield from self._searching(model)
+
+    def _along_lines(self) -> Run[None]:
+        base = self.task.adapter.base_state_dict()
+        spare = self.planned - held_back(self.strategy, self.task.metric) - self._least
+        ranks = {name: self._rank(each) for name, each in self.evaluated.items()}
+        planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks)
+        fixed, bests = list(self.points), list[Point]()
+        for name, line in self._lines.items():
+            if not planned[name].queries:
+                continue
+            best = min([*fixed, *bests], key=lambda each: self._rank(each.evaluation)).start
+            found = yield from labelled(
+                along_line(name, line, planned[name].queries, self.points, best, base, self._rank), "starts", name
+            )
+            if found is not None:
+                bests.append(found[0])
+                self._strengths[name] = found[1]
+        for each in bests:
+            self.starts[each.name], self.evaluated[each.name] = each.start, each.evaluation
+
+    def _best_start(self) -> str:
+        """Return the name of the start that the search begins from.
+
+        That is the best fixed one where a line's best, which is better, differs from it in phi alone: the search knows
+        all of the line, and the guard then judges the whole way from a start that was not chosen among as many. With
+        settings it is the best of all, as they are tuned there.
+        """
+        best = best_of(self.evaluated, self.limits)
+        if best not in self._strengths or self.task.settings is not None:
+            return best
+        fixed = [name for name in self.evaluated if name not in self._strengths]
+        same = {name: self.evaluated[name] for name in fixed if self.starts[name].of_the_same(self.starts[best])}
+        return best_of(same, self.limits) if same else best
+
+    def _tune_settings(self) -> Run[None]:
+        """Tune settings at the best of the starts; those that surely gain are a start of their own."""
+        assert self.task.settings is not None
+        at, asked = self.starts[self.started], len(self.points)
+        left = self.planned - self._for_what_is_kept()
+        most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
+        self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self._rank)
+        yield from labelled(self._settings.batches(), "settings", self.started)
+        if accepted(end := self._settings.end(), self._confidence):
+            self.starts[SETTINGS] = replace(at, settings=end.values)
+            self.evaluated[SETTINGS], self.started = end.evaluation, SETTINGS
+
+    def _searching(self, model: str) -> Run[None]:
+        """Search from the start that was chosen, of which all that differs in phi alone is known.
+
+        Args:
+            model: The given start whose model that is.
+        """
+        at, points = self.starts[self.started], list(self.points)
+        if self.started == SETTINGS:
+            points.append(Point(SETTINGS, at, self.evaluated[SETTINGS]))
+        known = [(each.start.phi, each.evaluation) for each in points if each.start.of_the_same(at)]
+        held, spent = self._for_what_is_kept(), self._spent_before()
+        with self._standing():
+            search = self.strategy.begin(
+                self.task, at, lambda: self.queries - (spent - len(known)) - held, known=known, seed=self.seed
+            )
+        search.limits, self._search = self.limits, search
+        lines = {name: self.evaluated[name] for name in self._strengths if self.starts[name].of_the_same(at)}
+        if lines:
+            search.reached = self.starts[best_of(lines, self.limits)].phi
+        batches, answers, shared = search.batches(), None, 0  # the budget at which a part of the way was asked for
+        while True:
+            with self._standing():
+                try:
+                    starts = batches.send(answers)  # type: ignore[arg-type]
+                except StopIteration:  # as of a direct search, whose budget is spent
+                    starts = []
+            self._over = not starts
+            if starts:
+                self._part = None
+            elif held and shared != self.queries:
+                shared, starts = self.queries, self._part_of_the_way()
+                if starts:
+                    self._part = yield Batch(starts, "search", [model])
+                    starts = []
+            if self._over and self._later:
+                self._besides += search.end().queries - len(search.points) + (self._part is not None)
+                self.queries, answers = self._later.pop(0), Answers()
+            else:
+                answers = yield Batch(starts, "search", [model] * len(starts))
+
+    def _part_of_the_way(self) -> list[Start]:
+        """Return what the guard keeps of the way to the search's end; nothing where that is none or all of it."""
+        assert self._search is not None
+        end, at = self._search.end(), self.starts[self.started]
+        _, share = decided(self.task, self._began, end, self._confidence, self.limits)
+        if share is None or not 0 < share.share < 1:
+            return []
+        return [replace(at, phi=share.point(at.phi, end.phi))]
+
+    def _for_what_is_kept(self) -> int:
+        """Return how many evaluations are held back; without halves, there is no share to keep."""
+        evaluated = self.evaluated[self.started].halves is not None
+        return held_back(self.strategy, self.task.metric) if evaluated else 0
+
+    def _spent_before(self) -> int:
+        """Return how many evaluations were made before the search, those that were given up not among them."""
+        return len(self.points) + (0 if self._settings is None else self._settings.spent)
+
+    def _rank(self, evaluation: Evaluation) -> Any:
+        return ranked(evaluation, self.limits)
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Have the model be the start that is searched from, at phi = 0: the search may ask for its loss."""
+        with self.task.adapter.applied(replace(self.starts[self.started], phi=self.task.origin())):
+            yield
+
+    # --- What it comes to --------------------------------------------------------------------------------------------
+
+    def asking(self, kept: Log) -> Asking[None]:
+        """Return what drives the run, with the evaluations on file."""
+        settings = self.task.settings
+        check = (lambda values: None) if settings is None else settings.check
+        return Asking(self.batches(), kept, self.task.metric.repeats, check)
+
+    def outcome(self, asking: Asking[None]) -> Result:
+        """Return what the guard makes of all that was told; the run goes on as if nobody had looked.
+
+        Raises:
+            BudgetError: Too few were; the message says how many are missing.
+        """
+        asking.go_on()
+        least, evaluated = self._least, asking.log.answered
+        if self.points:
+            least += self._spent_before() - self._fixed
+        if self.points and self._search is None:  # the search begins once all of these are answered
+            told = (asking.log.told(each.id) for each in asking.batch)
+            least += sum(each is None or not each.given_up for each in told)
+        if evaluated < least and not self._over:
+            raise BudgetError(
+                f"{counted(least - evaluated, 'more trial')} must be told before there is a result:"
+                f" {evaluated} of at least {least} were"
+            )
+        assert self._search is not None
+        end = self._search.end(Answers() if self._over else asking.told())
+        part = None if self._part is None else next(iter(self._part.evaluated), None)
+        stage = None if self._settings is None else self._settings.end()
+        result = guarded(self.task, self._began, end, self._confidence, part, self.limits, stage)
+        besides = self._besides * self.task.metric.repeats
+        queries = {**result.queries, "search": result.queries["search"] + besides}
+        return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)
+
+    def assessment(self, asking: Asking[None], most: int, seconds: float = math.nan) -> Assessment:
+        """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
+
+        Args:
+            asking: What drives the run.
+            most: How many trials.
+            seconds: Seconds that a query took.
+        """
+        told = [(each, asking.answer(each.id)) for each in asking.trials[:most]]
+        known = [(trial, evaluation) for trial, evaluation in told if evaluation is not None]
+        of_phi = [each for each in known if each[0].stage != "settings"]
+        adapter, began = self.task.adapter, self.starts[self.started]
+        first = [
+            Evaluated(
+                trial.name if trial.id < self._fixed else "",
+                kind_of(adapter, trial.at, began if trial.stage == "search" else None),
+                evaluation,
+            )
+            for trial, evaluation in of_phi
+        ]
+        besides = len(known) - len(of_phi)
+        if SETTINGS in self.evaluated:
+            of_starts = sum(trial.stage == "starts" for trial, _ in of_phi)
+            first.insert(of_starts, Evaluated(SETTINGS, "settings", self.evaluated[SETTINGS]))
+            besides -= 1
+        return assessed(
+            self.task.metric,
+            first,
+            self.task.dim,
+            confidence=self._confidence,
+            least=self._least,
+            seconds=seconds,
+            besides=besides,
+            limits=self.limits,
+        )
+
+    def quality(self) -> tuple[int, float] | None:
+        """Return how many points f knows, and the Spearman correlation of what it predicted with what was found.
+
+        None if it predicted nothing yet.
+        """
+        spearman = None if self._search is None else self._search.quality()
+        return None if self._search is None or spearman is None else (len(self._search.points), spearman)
+
+    @property
+    def _began(self) -> Began:
+        return Began(self.starts, self.evaluated, self.started, self.points, self._strengths)

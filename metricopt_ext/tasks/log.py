@@ -1,0 +1,275 @@
+"""The log of a run: a line for each point that the metric was asked for, and one for each answer, on disk at once."""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.identity import fingerprint
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation, Pairs
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import parse_json, to_json
+from metricopt_ext.utils.words import brief, counted
+
+FORMAT = {"format": "metricopt_ext/log/1"}  # the first line
+
+# Two points are the same if they differ by no more than this share of their size.
+SAME = 1e-6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A point that the metric was asked for, and what became of it, as far as it is known.
+
+    Attributes:
+        id: Its number, from 0, in the order in which the points were asked.
+        phi: ``d``.
+        replaced: Digest of the tensors that its start put in place of the model's own; empty if there were none.
+        settings: The settings of inference that were in force, by name; None without any.
+        cost: The metric's cost; None while nobody has told it, or if it failed or was given up.
+        halves: Its costs on two halves of its data; None if it does not tell.
+        noise: Standard error of the cost; None without repeats.
+        failed: Whether the evaluation failed: the worst cost of the run stands in for it.
+        given_up: Whether nobody waits for it any more; it costs no query.
+        asked: How often the metric was called.
+        pairs: Its costs on several pairs of halves, ``halves`` the first; empty without several.
+        also: Other quantities that it told, by name; None without any.
+    """
+
+    id: int
+    phi: list[float]
+    replaced: str = ""
+    settings: dict[str, Any] | None = None
+    cost: float | None = None
+    halves: tuple[float, float] | None = None
+    noise: float | None = None
+    failed: bool = False
+    given_up: bool = False
+    asked: int = 0
+    pairs: Pairs = ()
+    also: dict[str, float] | None = None
+
+    @classmethod
+    def of(cls, id: int, start: Start) -> "Entry":
+        """Make one of a start that is asked for."""
+        # The shortest numbers that become these very ones in phi's precision again.
+        numbers = [float(str(each)) for each in start.phi.detach().cpu().numpy()]
+        return cls(id, numbers, digest_of(start), dict(start.settings) or None)
+
+    def told(self, evaluation: Evaluation | None, asked: int) -> "Entry":
+        """Return it with its answer; None gives it up. Of a stand-in only the failure is kept."""
+        if evaluation is None:
+            return replace(self, given_up=True)
+        if evaluation.failed:
+            return replace(self, failed=True, asked=asked)
+        cost, halves, noise, _, pairs, also = evaluation
+        return replace(self, cost=cost, halves=halves, noise=noise, asked=asked, pairs=pairs, also=also)
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody has answered it."""
+        return self.cost is None and not self.failed and not self.given_up
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """What the metric said; None if it failed, was given up, or is open."""
+        if self.cost is None:
+            return None
+        return Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs, also=self.also)
+
+    @property
+    def line(self) -> str:
+        """What the file holds of it; what it has none of is left out."""
+        return to_json(
+            {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        )
+
+    def is_of(self, start: Start) -> bool:
+        """Whether it was asked in the model of a start, with its settings in force."""
+        return self.replaced == digest_of(start) and (self.settings or {}) == dict(start.settings)
+
+    def at(self, like: Tensor) -> Tensor:
+        """Return the point, ``d``, in the precision and on the device of another.
+
+        Raises:
+            ValueError: That one has another dimension.
+        """
+        if len(self.phi) != len(like):
+            raise ValueError(f"a point of {len(self.phi)} numbers, where phi has {len(like)}")
+        return torch.tensor(self.phi, dtype=torch.float64).to(like)
+
+    def check(self, scale: CostScale) -> None:
+        """Refuse numbers that no evaluation has.
+
+        Raises:
+            ValueError: The message says which.
+        """
+        if not all(map(math.isfinite, self.phi)):
+            raise ValueError(f"point {self.id} is not finite")
+        if self.noise is not None and not 0 <= self.noise < math.inf:
+            raise ValueError(f"{self.noise} is no standard error")
+        if self.pairs and self.halves != self.pairs[0]:
+            raise ValueError(f"evaluation {self.id} has other halves than the first of its pairs")
+        for cost in (*(() if self.cost is None else (self.cost,)), *(self.halves or ()), *chain(*self.pairs)):
+            if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
+                raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
+        for name, value in (self.also or {}).items():
+            if not math.isfinite(value) or self.cost is None:
+                raise ValueError(f"evaluation {self.id} has {brief(name)} = {value}, which no evaluation has")
+        if self.cost is not None and (self.failed or self.given_up):
+            raise ValueError(f"evaluation {self.id} has a cost although it failed or was given up")
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """How many evaluations a run may make from now on.
+
+    Attributes:
+        budget: That number.
+        goes_on: Whether the run had come to the end of the budget before, which was asked for, too.
+    """
+
+    budget: int
+    goes_on: bool = False
+
+
+class Log:
+    """What a run asked and was told, in a file that only grows; a last line that a kill tore is dropped.
+
+    Args:
+        path: The file; None keeps it in memory only.
+        scale: The metric, whose bounds the costs on file must keep to.
+        check: Called before the file is written, to refuse it.
+
+    Attributes:
+        entries: What is known of each point, by its number.
+        sittings: The budgets that the run was given, one after another.
+
+    Raises:
+        FileFormatError: The file holds something else.
+    """
+
+    def __init__(self, path: Path | None, scale: CostScale, check: Callable[[], None] = lambda: None) -> None:
+        self.path: Path | None = path
+        self._scale, self._check = scale, check
+        self.entries: dict[int, Entry] = {}
+        self.sittings: list[Sitting] = []
+        self._size = 0  # bytes that are known
+        if path is not None and path.exists():
+            self._read(path)
+
+    def told(self, id: int) -> Entry | None:
+        """Return what became of a point; None while nobody has said."""
+        entry = self.entries.get(id)
+        return None if entry is None or entry.open else entry
+
+    @property
+    def answered(self) -> int:
+        """How many points were evaluated, those that failed among them."""
+        return sum(not each.open and not each.given_up for each in self.entries.values())
+
+    def sit(self, budget: int) -> list[int]:
+        """Note how many evaluations the run may make from now on, at least as many as before.
+
+        Returns:
+            The budgets to whose ends the run comes, this one last, and the first that it planned with before them.
+
+        Raises:
+            FileFormatError: It may make fewer than before.
+        """
+        if not self.sittings or budget != self.sittings[-1].budget:
+            before = self.sittings[-1].budget if self.sittings else 0
+            if budget < before:
+                raise FileFormatError(
+                    f"{self.path} is of a run whose queries made {counted(before, 'evaluation')}, and now they make"
+                    f" {budget}; give as many or more"
+                )
+            sitting = Sitting(budget, bool(before) and self.answered >= before)
+            if self.path is not None:
+                self._check()
+                self._write(f"{to_json(asdict(sitting))}\n")
+            self.sittings.append(sitting)
+        pairs = zip(self.sittings, self.sittings[1:], strict=False)
+        return [*(each.budget for each, after in pairs if after.goes_on), budget]
+
+    def append(self, entries: Iterable[Entry], *, write: bool = True) -> None:
+        """Take entries: points that are open from now on, or answers.
+
+        Args:
+            entries: The entries.
+            write: Whether they are on disk when this returns; an open point is of use there only to other processes.
+        """
+        new = {each.id: each for each in entries}
+        if write and self.path is not None:
+            self._check()
+            self._write("".join(f"{each.line}\n" for each in new.values()))
+        self.entries |= new
+
+    def _write(self, lines: str) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("r+b" if self._size else "w+b") as file:
+            file.truncate(self._size)  # what a kill tore, or an error left
+            file.seek(self._size)
+            file.write(((f"{to_json(FORMAT)}\n" if not self._size else "") + lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self._size = file.tell()
+
+    def check_unchanged(self) -> None:
+        """Refuse a file whose answers are not those that are known here.
+
+        Raises:
+            FileFormatError: Another process has changed it.
+        """
+        if self.path is None:
+            return
+        found = Log(self.path, self._scale).entries
+        if any(found.get(id, each) != each and not each.open for id, each in self.entries.items()) or any(
+            not each.open and self.told(id) != each for id, each in found.items()
+        ):
+            raise FileFormatError(
+                f"{self.path} was changed by another process since it was left; go on by a new search with resume=True"
+            )
+
+    def _read(self, path: Path) -> None:
+        """Read all but a torn last line."""
+        content = path.read_bytes()
+        *lines, torn = content.split(b"\n")
+        try:
+            if lines and parse_json(lines[0]) != FORMAT:
+                raise ValueError(f"its first line is {brief(lines[0].decode(errors='replace'))}")
+            for line in lines[1:]:
+                found = parse_json(line)
+                if isinstance(found, dict) and "budget" in found:
+                    self.sittings.append(from_json(Sitting, found))
+                    continue
+                entry = from_json(Entry, found)
+                entry.check(self._scale)
+                if (known := self.entries.get(entry.id)) is not None and (not known.open or entry.open):
+                    raise ValueError(f"two lines are of point {entry.id}")
+                self.entries[entry.id] = entry
+        except ValueError as error:
+            raise FileFormatError(
+                f"{path} holds no evaluations of the metric: {brief(error)}; use another output folder"
+            ) from error
+        self._size = len(content) - len(torn)
+
+
+def digest_of(start: Start) -> str:
+    """Return the digest of what a start puts in place of the model's own tensors; empty if that is nothing."""
+    return fingerprint(start.replaced) if start.replaced else ""
+
+
+def same_point(a: Tensor, b: Tensor) -> bool:
+    """Whether two points, ``d``, are the same but for rounding."""
+    return bool((a.double() - b.double()).norm() <= SAME * b.double().norm())
