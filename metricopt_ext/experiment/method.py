@@ -15,10 +15,8 @@ from metricopt_ext.experiment.passes import Passes, passes_of, queries_cost
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.ngopt import NGOpt
-from metricopt_ext.search.noisy_ei import NoisyEI
-from metricopt_ext.search.optuna_sampler import OptunaSampler
 from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.rivals import BoTorch, Nevergrad, Optuna
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment
@@ -108,10 +106,10 @@ METHODS: dict[str, Entry] = {
     ),
     "cma_es": Entry("CMA-ES on the metric", "#6aa3cf", "queries", factory=lambda config: CMAES()),
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
-    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: NGOpt()),
-    "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: NoisyEI()),
-    "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: OptunaSampler("tpe")),
-    "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: OptunaSampler("gp")),
+    "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: Nevergrad()),
+    "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: BoTorch()),
+    "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: Optuna()),
+    "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: Optuna(name="GPSampler")),
     "best_start": Entry("best free start", "#555555", "queries"),
     "settings_free": Entry("free settings", "#d9c9a3", "free"),
     "settings_lines": Entry("settings, one by one", "#c2a878", "queries"),

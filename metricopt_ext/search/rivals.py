@@ -1,0 +1,273 @@
+"""Other packages' optimizers as searches: each is an (ask, tell) pair, whose points lie around the start."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.strategy import Answers, Batches, DirectSearch, SearchStrategy
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.extras import install
+from metricopt_ext.utils.seeding import generator, seeded_streams
+
+CPU = torch.device("cpu")
+
+
+class AskTell(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        ask: Returns the points that it wants to know, ``n x d``, float64.
+        tell: Gets points, ``m x d``, and the metric's evaluations there; the start's first.
+    """
+
+    ask: Callable[[], Tensor]
+    tell: Callable[[Tensor, Sequence[Evaluation]], None]
+
+
+@dataclass(frozen=True)
+class Rival(SearchStrategy):
+    """A search by another package's optimizer, which runs on streams of random numbers of its own.
+
+    Attributes:
+        package: Its package.
+        scale: How far it looks from the start in each coordinate; above 0.
+    """
+
+    package: ClassVar[str]
+    scale: float = 0.3
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        check_above(0, scale=self.scale)
+
+    @abstractmethod
+    def make(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make the optimizer of a search that has begun."""
+
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the starts and one point."""
+        return starts + 1
+
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Start,
+        budget: Callable[[], int],
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> DirectSearch:
+        """Begin a search (see `SearchStrategy`).
+
+        Raises:
+            ImportError: The package is missing.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import_module(self.package)
+        except ImportError as error:
+            needed = f"{type(self).__name__} needs the package {self.package}"
+            raise ImportError(f"{needed}: {install(self.package)}") from error
+        return DirectSearch(start, budget, partial(self._batches, seed), known)
+
+    def _batches(self, seed: int, search: DirectSearch) -> Batches:
+        seeds = generator(seed, self.package)
+        with _alone(seeds):
+            rival = self.make(search, _drawn(seeds))
+            rival.tell(search.start.double().cpu()[None], [search.at_start])
+        while True:
+            if not search.left:
+                yield []
+                continue
+            with _alone(seeds):
+                proposed = rival.ask()[: search.left]
+            answers: Answers = yield from search.ask(proposed.to(search.start))
+            with _alone(seeds):
+                rival.tell(answers.points_as(proposed)[answers.known], [each for _, each in answers.evaluated])
+
+
+@contextmanager
+def _alone(seeds: torch.Generator) -> Iterator[None]:
+    """Run another package's code without its warnings, on streams of random numbers of its own."""
+    with seeded_streams(_drawn(seeds), CPU), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _drawn(seeds: torch.Generator) -> int:
+    return int(torch.randint(2**31, (1,), generator=seeds))
+
+
+@dataclass(frozen=True)
+class Nevergrad(Rival):
+    """An optimizer of Nevergrad, which knows the budget; ``scale`` is the standard deviation of its first steps.
+
+    Attributes:
+        name: Its name in Nevergrad's registry.
+    """
+
+    package = "nevergrad"
+    scale: float = 0.1
+    name: str = "NGOpt"
+
+    def make(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make the optimizer; the start is suggested to it."""
+        import nevergrad as ng
+        from nevergrad.optimization import metamodel
+
+        metamodel.float = lambda value: np.asarray(value, dtype=float).item()  # which it calls on arrays of one number
+        origin = search.start.double().cpu().numpy()
+        space = ng.p.Array(init=origin).set_mutation(sigma=self.scale)
+        space.random_state = np.random.RandomState(seed)
+        optimizer = ng.optimizers.registry[self.name](parametrization=space, budget=search.budget(), num_workers=1)
+        optimizer.suggest(origin)
+        asked: list[Any] = [optimizer.ask()]
+
+        def ask() -> Tensor:
+            asked.append(optimizer.ask())
+            return torch.tensor(asked[-1].value)[None]
+
+        def tell(points: Tensor, evaluations: Sequence[Evaluation]) -> None:
+            for point, evaluation in zip(points.numpy(), evaluations, strict=True):
+                same = np.array_equal(asked[-1].value, point)
+                optimizer.tell(asked[-1] if same else asked[-1].spawn_child(new_value=point), evaluation.cost)
+
+        return AskTell(ask, tell)
+
+
+@dataclass(frozen=True)
+class Optuna(Rival):
+    """A sampler of Optuna in a box of half-width ``scale``; it is told by how much constraints are broken.
+
+    Attributes:
+        name: Its class, such as ``"TPESampler"`` (Bergstra et al., 2011) or ``"GPSampler"``.
+    """
+
+    anytime: ClassVar[bool] = True
+    package = "optuna"
+    name: str = "TPESampler"
+
+    def make(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make a study."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        limits = search.limits
+
+        def excesses(trial: Any) -> list[float]:
+            found: list[float] = trial.user_attrs["excesses"]
+            return found
+
+        sampler = getattr(optuna.samplers, self.name)
+        study = optuna.create_study(sampler=sampler(seed=seed, **({"constraints_func": excesses} if limits else {})))
+        low, high = ((search.start.double().cpu() + sign * self.scale).tolist() for sign in (-1, 1))
+        ranges = [optuna.distributions.FloatDistribution(*each) for each in zip(low, high, strict=True)]
+        space: dict[str, Any] = {f"x{place}": each for place, each in enumerate(ranges)}
+
+        def tell(points: Tensor, evaluations: Sequence[Evaluation]) -> None:
+            for point, evaluation in zip(points.tolist(), evaluations, strict=True):
+                study.enqueue_trial(dict(zip(space, point, strict=True)))
+                trial = study.ask(space)
+                if limits is not None:
+                    trial.set_user_attr("excesses", list(limits.excesses(evaluation)))
+                study.tell(trial, evaluation.cost)
+
+        def ask() -> Tensor:
+            trial = study.ask(space)
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)  # it is told with its answer, wherever that is
+            return torch.tensor([[trial.params[each] for each in space]], dtype=torch.float64)
+
+        return AskTell(ask, tell)
+
+
+@dataclass(frozen=True)
+class BoTorch(Rival):
+    """BoTorch's default, noisy expected improvement (Ament et al., 2023), in a box of half-width ``scale``.
+
+    Attributes:
+        batch: Points at once.
+        initial: Sobol points before, the start among them.
+        samples: Samples of the acquisition function; its optimizer has ``restarts`` from the best of ``raw`` points.
+        restarts: See above.
+        raw: See above.
+    """
+
+    anytime: ClassVar[bool] = True
+    package = "botorch"
+    batch: int = 4
+    initial: int = 8
+    samples: int = 128
+    restarts: int = 4
+    raw: int = 128
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        super().__post_init__()
+        check_integer(1, batch=self.batch, samples=self.samples, restarts=self.restarts)
+        check_integer(2, initial=self.initial)
+        check_integer(self.restarts, raw=self.raw)
+
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the initial points, the best start among them, and one by the Gaussian process.
+
+        The other starts are queries besides.
+        """
+        return self.initial + starts
+
+    def make(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make a Gaussian process of BoTorch's own, and its acquisition function."""
+        from botorch.acquisition.logei import qLogNoisyExpectedImprovement
+        from botorch.fit import fit_gpytorch_mll
+        from botorch.models import SingleTaskGP
+        from botorch.optim.optimize import optimize_acqf
+        from botorch.sampling.normal import SobolQMCNormalSampler
+        from gpytorch.mlls import ExactMarginalLogLikelihood
+
+        centre = search.start.double().cpu()
+        bounds = torch.stack([torch.zeros_like(centre), torch.ones_like(centre)])  # of the box, as [0, 1]^d
+        sobol = torch.quasirandom.SobolEngine(len(centre), scramble=True, seed=seed)
+        known: list[Tensor] = []
+        costs: list[float] = []
+
+        def unit() -> Tensor:
+            x, y = torch.stack(known), torch.tensor(costs, dtype=torch.float64)
+            if len(known) < self.initial:
+                return sobol.draw(self.initial - len(known), dtype=torch.float64)
+            if float(y.std()) == 0:
+                return sobol.draw(self.batch, dtype=torch.float64)  # nothing to learn from yet
+            model = SingleTaskGP(x, -y[:, None])
+            fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
+            sampler = SobolQMCNormalSampler(torch.Size([self.samples]), seed=seed)
+            improvement = qLogNoisyExpectedImprovement(model, X_baseline=x, sampler=sampler)
+            chosen: Tensor
+            chosen, _ = optimize_acqf(
+                improvement, bounds, q=self.batch, num_restarts=self.restarts, raw_samples=self.raw, sequential=True
+            )
+            return chosen
+
+        def tell(points: Tensor, evaluations: Sequence[Evaluation]) -> None:
+            known.extend((points - centre) / (2 * self.scale) + 0.5)
+            costs.extend(each.cost for each in evaluations)
+
+        return AskTell(lambda: centre + (2 * unit() - 1) * self.scale, tell)
