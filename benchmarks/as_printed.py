@@ -1,16 +1,37 @@
 """Algorithm 1 as printed, with parts of it changed: by name, the fields of `Algorithm1` that differ."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels, WithoutSigma
+from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.objective import sampled_triplets
+from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner
 
 PAPER = ReptileLearner.paper()
 OBSERVED: dict[str, Any] = {"labels": Recipe().labels}
+
+
+@dataclass(frozen=True)
+class WithoutSigma:
+    """Labels as another labeller makes them, all equally certain: the paper's Fig. 3b without uncertainties.
+
+    Attributes:
+        labels: The other labeller.
+    """
+
+    labels: Labeller
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
+        """Return its labels, each with a sigma of 1."""
+        labelled = self.labels(trajectories)
+        return replace(labelled, sigma=torch.ones_like(labelled.sigma))
 
 
 def objective(**change: Any) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from coco_files import write_coco, write_detections
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import CocoSet, read_coco, write_coco, write_detections
+from metricopt_ext.detection.coco import CocoSet, read_coco
 from metricopt_ext.detection.coco_summary import summarize
 from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet

@@ -28,7 +28,6 @@ from correlation import CorrelationReport, correlation_report
 from kept import kept_json
 from metricopt_ext.classification.classifier import untrained
 from metricopt_ext.classification.config import ClassificationConfig
-from metricopt_ext.classification.data import stratified_parts
 from metricopt_ext.classification.experiment import SIBLING_BATCH
 from metricopt_ext.classification.losses import cross_entropy
 from metricopt_ext.classification.named_loss import named_loss
@@ -56,13 +55,32 @@ from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.machine import Machine
-from metricopt_ext.utils.seeding import seeded_streams
+from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 
 OTHER = 100_000  # what is added to a seed for the network whose outputs are judged
 HEADER = ("loss", "Spearman", "Kendall")
 KINDS = {"correlations": dict, "outputs": int, "batch_queries": int, "seconds": float}  # of a seed's file
+
+
+def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
+    """Divide examples at random into parts with about the same share of each class.
+
+    Args:
+        y: Labels, ``n``.
+        size: Examples in a part, about; parts are larger where a class would be missing from some otherwise.
+        seed: Seed of the division.
+
+    Returns:
+        The indices of each part.
+    """
+    order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
+    if y.dim() > 1:  # no classes
+        return list(order.chunk(max(1, len(y) // size)))
+    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
+    parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
+    return [order[i::parts] for i in range(parts)]
 
 
 def main() -> None:

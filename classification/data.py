@@ -16,7 +16,6 @@ from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.splits import PARTS, Splits, check_fractions
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import override
 
 StrPath = str | os.PathLike[str]
@@ -103,25 +102,6 @@ def hold_out(data: Split, size: int | float, seed: int = 0) -> tuple[Split, Spli
         ) from error
     all_rest = np.concatenate([rest, np.flatnonzero(alone)])
     return data.take(torch.from_numpy(all_rest)), data.take(torch.from_numpy(held))
-
-
-def stratified_parts(y: Tensor, size: int, seed: int) -> list[Tensor]:
-    """Divide examples at random into parts with about the same share of each class.
-
-    Args:
-        y: Labels, ``n``.
-        size: Examples in a part, about; parts are larger where a class would be missing from some otherwise.
-        seed: Seed of the division.
-
-    Returns:
-        The indices of each part.
-    """
-    order = torch.randperm(len(y), generator=generator(seed, "parts")).to(y.device)
-    if y.dim() > 1:  # no classes
-        return list(order.chunk(max(1, len(y) // size)))
-    order = order[y[order].argsort(stable=True)]  # class by class, in random order within each
-    parts = max(1, min(len(y) // size, int(y.unique(return_counts=True)[1].min())))
-    return [order[i::parts] for i in range(parts)]
 
 
 def imputed(splits: Splits, how: str) -> Splits:

@@ -145,7 +145,11 @@ def read_found(
     kind: Kind = "bbox",
     strict: bool = False,
 ) -> FoundTable:
-    """Read detections; see `coco.read_detections`.
+    """Read COCO's results format: a list of ``{image_id, category_id, bbox: [x, y, width, height], score}``.
+
+    An image is identified by its ``image_id`` in the set: VOC's are strings, the file names without suffix. A class is
+    identified by its ``category_id``, which counts the classes from 1 in sets not read from COCO's format. Ids are
+    those of the set, as they are written there; a float such as 1.0 is an integer.
 
     Args:
         results: The JSON file.
@@ -155,7 +159,8 @@ def read_found(
             set does not have, as pycocotools does.
 
     Raises:
-        DataError: As `coco.read_detections`.
+        DataError: The file is truncated or not a list in this format, has an unknown image or category, a box or score
+            that is not a finite number, or boxes of another kind (`box_kinds`).
     """
     truth = TruthTable.of(dataset)
     entries = _detections(Path(results))

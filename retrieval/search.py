@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.data.evidence import LOOKED_AT, check_evidence, leaves, spaced
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
-from metricopt_ext.integrations.loops import FILM
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result

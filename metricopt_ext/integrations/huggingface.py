@@ -16,12 +16,12 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import get_last_checkpoint
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.integrations.loops import (
-    FILM,
     ReplayedLoss,
     in_step,
     judged_together,

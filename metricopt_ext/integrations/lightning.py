@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
-from metricopt_ext.integrations.loops import FILM, in_step, judged_together, loader_batches, of_first, several
+from metricopt_ext.integrations.loops import in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
@@ -33,7 +33,6 @@ from metricopt_ext.utils.seeding import seeded_streams
 from metricopt_ext.utils.words import brief
 
 OF_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries
 
 
 def tune_model(

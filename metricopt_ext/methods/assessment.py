@@ -5,7 +5,7 @@ All of it is told by points that a search asks anyway, the free starts among the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist, mean
 from typing import Literal, NamedTuple, get_args
 
@@ -429,25 +429,3 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
     most = max(MOST_QUERIES, spent, least)
     wanted = math.inf if reliability <= 0 else max(least, spent + dim / reliability)
     return most if wanted >= most else STEP * math.ceil(wanted / STEP)
-
-
-def first_evaluated(
-    adapter: Adapter,
-    starts: Sequence[tuple[str, Start]],
-    started: Start,
-    answers: Sequence[tuple[int, Tensor, Evaluation]],
-) -> list[Evaluated]:
-    """Return the answers of a search, in its order, with what they change.
-
-    Args:
-        adapter: The model's.
-        starts: What was asked first, with its name, empty on a line of starts: those of the first trials, by number.
-        started: The start that the search began from.
-        answers: Trials' numbers, points, ``d``, and the metric's evaluations.
-    """
-    evaluated = []
-    for index, phi, evaluation in answers:
-        name, at = starts[index] if index < len(starts) else ("", started)
-        kind = kind_of(adapter, replace(at, phi=phi), started if index >= len(starts) else None)
-        evaluated.append(Evaluated(name, kind, evaluation))
-    return evaluated

@@ -1,7 +1,7 @@
 """Labels for the steps between metric queries (MetricOpt, "Metric interpolation")."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess, Skill
-from metricopt_ext.value.observations import Labeller, Observations, common_signature
+from metricopt_ext.value.observations import Observations, common_signature
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,6 @@ class GaussianProcessLabels:
             return _dense(trajectories, means, [std.clamp(min=least) for std in stds], None, "gp", skill)
         sigmas = [(std.square() + process.noise_std**2).sqrt() for std in stds]
         return _dense(trajectories, means, sigmas, process.noise_std, "gp", skill)
-
-
-@dataclass(frozen=True)
-class WithoutSigma:
-    """Labels as another labeller makes them, all equally certain: the paper's Fig. 3b without uncertainties.
-
-    Attributes:
-        labels: The other labeller.
-    """
-
-    labels: Labeller
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
-        """Return its labels, each with a sigma of 1."""
-        labelled = self.labels(trajectories)
-        return replace(labelled, sigma=torch.ones_like(labelled.sigma))
 
 
 def _observed(trajectories: Sequence[Trajectory], skill: Skill | None = None) -> Labels:

@@ -14,6 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from helpers.refusals import assert_refused
+from measure_correlation import stratified_parts
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.data import (
     divided,
@@ -22,7 +23,6 @@ from metricopt_ext.classification.data import (
     load_sklearn,
     single_precision,
     standardise,
-    stratified_parts,
     with_positive,
 )
 from metricopt_ext.classification.shift import long_tail, shift_class_ratio

@@ -14,9 +14,10 @@ pytest.importorskip("pycocotools")
 import torch
 from pycocotools import mask
 
+from coco_files import read_detections
 from helpers.coco_reference import average_precision, evaluated
 from helpers.coco_reference import summary as by_pycocotools
-from metricopt_ext.detection.coco import read_coco, read_detections
+from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.coco_tables import read_found, read_truth
 from metricopt_ext.detection.metric import PRECISIONS, MeanAveragePrecision

@@ -18,9 +18,10 @@ from PIL import Image
 
 pytest.importorskip("torchvision")
 
+from coco_files import read_detections, write_coco, write_detections
 from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import read_coco, read_detections, write_coco, write_detections
+from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.config import DATA, DetectionConfig
 from metricopt_ext.detection.data import load_splits
 from metricopt_ext.detection.layouts import part_at, part_of

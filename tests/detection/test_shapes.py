@@ -13,7 +13,8 @@ pytest.importorskip("pycocotools")
 
 from pycocotools import mask
 
-from metricopt_ext.detection.coco import read_coco, read_detections
+from coco_files import read_detections
+from metricopt_ext.detection.coco import read_coco
 from metricopt_ext.detection.shapes import box_around, mask_of, pixels_of
 from metricopt_ext.errors import DataError
 

@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("PIL")
 
+from coco_files import read_detections, write_coco, write_detections
 from helpers.programs import call
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import CocoSet, read_coco, read_detections, write_coco, write_detections
+from metricopt_ext.detection.coco import CocoSet, read_coco
 from metricopt_ext.detection.coco_summary import Summary, summarize
 from metricopt_ext.detection.matching import DEFINITIONS
 from metricopt_ext.detection.records import Annotated, Detections, DetectionSet

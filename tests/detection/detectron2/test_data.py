@@ -21,9 +21,9 @@ from detectron2.data.datasets import register_pascal_voc
 from detectron2.evaluation import inference_on_dataset
 from detectron2.structures import Boxes, BoxMode, Instances, RotatedBoxes
 
+from coco_files import write_coco
 from helpers.refusals import assert_refused
 from metricopt_ext.detection.ap50 import average_precision
-from metricopt_ext.detection.coco import write_coco
 from metricopt_ext.detection.detectron2.datasets import (
     Mapper,
     as_truth,

@@ -14,7 +14,7 @@ pytest.importorskip("detectron2")
 import detectron2
 from detectron2.modeling import GeneralizedRCNNWithTTA
 
-from metricopt_ext.detection.coco import write_coco
+from coco_files import write_coco
 from metricopt_ext.detection.detectron2.settings import config_lines, detectron2_settings
 from metricopt_ext.detection.detectron2.toolkit import Detectron2Toolkit
 from metricopt_ext.detection.metric import MeanAveragePrecision, detector_metric
