@@ -33,7 +33,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent
 from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import all_starts, best_start, divided
+from metricopt_ext.methods.starts import all_starts, divided
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.constraints import Limits
@@ -148,7 +148,7 @@ def run_seed(
         known = chosen_starts(all_starts(made, offered(experiment, plan.starts)), plan.starts)
         asking = made.metric.ledger.spent - before
         (starts, lines), fresh = divided(known), _fresh(experiment.task, spent)
-        _, evaluations = best_start(fresh, starts)
+        evaluations = {name: fresh.evaluate_start(start, "starts") for name, start in starts.items()}
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
         started = Started(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
         opening = Opening(started, now() - began, _passes(made, fresh, known))

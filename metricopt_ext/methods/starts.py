@@ -12,7 +12,6 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.tuned_settings import SETTINGS
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits
@@ -170,18 +169,6 @@ def has_batchnorm(model: nn.Module) -> bool:
 def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     every = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     return [norm for norm in every if norm.running_mean is not None]  # others take each batch's own
-
-
-def best_start(task: FinetuneTask, starts: Mapping[str, Start]) -> tuple[str, dict[str, Evaluation]]:
-    """Evaluate the metric once at each start and return the best one's name, the first of equals, and all evaluations.
-
-    Raises:
-        ValueError: There is no start.
-    """
-    if not starts:
-        raise ValueError("there is no start to choose from")
-    found = {name: task.evaluate_start(start, "starts") for name, start in starts.items()}
-    return min(found, key=lambda name: found[name].cost), found
 
 
 def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -> StartLine:
