@@ -175,7 +175,11 @@ def test_what_is_better_if_lower_is_minimised(metric: Any, told: dict[str, Any])
     assert run.after == pytest.approx(val_loss(model.eval()))
 
 
-@pytest.mark.parametrize("metric", [judged_so, partial(judged_so, scale=0.5), lambda model: val_loss(model)], ids=repr)
+@pytest.mark.parametrize(
+    "metric",
+    [judged_so, partial(judged_so, scale=0.5), lambda model: val_loss(model)],
+    ids=["function", "partial", "lambda"],
+)
 def test_which_way_is_better_is_asked_for_where_nothing_tells(metric: Any) -> None:
     model = network()
     assert_refused(lambda: tuned(model, metric), ConfigError, "maximize=True", "maximize=False")
