@@ -141,7 +141,9 @@ def test_views_are_joined_as_by_detectron2_s_own_augmentation(
     settings = detectron2_settings(toolkit, model, names=NAMES)
     for values in OF_VIEWS:
         base, options = KINDS[kind]
-        stock = Detectron2Toolkit(tiny_config(base, "BN", *options, *config_lines(toolkit.cfg, values)))
+        cfg = tiny_config(base, "BN", *options)
+        cfg.merge_from_list(config_lines(toolkit.cfg, values))  # of Detectron2's own tools: ours refuse augmentation
+        stock = Detectron2Toolkit(cfg)
         assert stock.cfg.TEST.AUG.ENABLED
         built = stock.build(2, seed=0).eval()
         built.load_state_dict(model.state_dict())
