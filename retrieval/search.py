@@ -229,7 +229,10 @@ def _task_and_classes(
             f"split={split!r} with splits_to_eval={splits_to_eval}: each must be a split of dataset_dict"
             f" ({', '.join(dataset_dict)}), and {split!r} must be queried"
         )
-    check_evidence(trainer.dataset, dataset_dict[split], f"split {split!r}")
+    try:
+        check_evidence(trainer.dataset, dataset_dict[split], f"split {split!r}")
+    except DataError as error:  # it may be meant, as where nothing else is labelled
+        warnings.warn(str(error), stacklevel=4)
     _warn_of_classes(trainer.dataset, dataset_dict[split], split)
     known = tester.accuracy_calculator.get_curr_metrics()
     if metric not in known:
