@@ -240,7 +240,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         queries, file = queries_of(self.splits), self.folder / INFERENCE
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         if isinstance(settings := self.task.settings, RetrievalSettings) and file.exists():  # as the table has it
-            after = settings.processing(adapter.model, load_inference(file)).of(after, queries)
+            after = settings.processing(adapter.model, load_inference(file)).as_far(after, queries)
         found = {"pretrained": before, "metricopt": after}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
         save_recalls(test.y, found, self.folder / "recalls.json", queries)

@@ -1,5 +1,6 @@
 """The embeddings that a metric judges: of a model, kept if settings are tuned, and post-processed as these say."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -33,6 +34,16 @@ class Processing(NamedTuple):
     def of(self, embeddings: Tensor, queries: Tensor | None = None) -> Tensor:
         """Return embeddings as they are searched; see `post_processed`."""
         return post_processed(embeddings, self.post, self.whitening, queries)
+
+    def as_far(self, embeddings: Tensor, queries: Tensor | None) -> Tensor:
+        """Return the same, or where they search each other without the augmentation, and say so: it has no one vector.
+
+        There each query is left out of what it finds (`left_out.LeftOut`).
+        """
+        if self.post.augmentation and queries is None:
+            warnings.warn("the database augmentation that was kept is left out of recalls and pictures", stacklevel=2)
+            return self.alone(embeddings)
+        return self.of(embeddings, queries)
 
     def alone(self, embeddings: Tensor) -> Tensor:
         """Return the same before any is mixed with its neighbours; see `each_alone`."""

@@ -77,7 +77,7 @@ def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) 
     if file.name == "tuned" and (file.parent / INFERENCE).exists():  # as the run was judged
         metric = build_metric(config.metric, splits.to(device).validation)
         settings = retrieval_settings(metric, whiten_on=metric)
-        embeddings = settings.processing(model, load_inference(file.parent)).of(embeddings, queries)
+        embeddings = settings.processing(model, load_inference(file.parent)).as_far(embeddings, queries)
     if queries is None:
         return Search(name, (embeddings, data.y), None)
     items = embeddings[~queries], data.y[~queries]

@@ -20,6 +20,7 @@ import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, DataError
+from metricopt_ext.retrieval.judged import Processing
 from metricopt_ext.retrieval.left_out import LeftOut
 from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
 from metricopt_ext.retrieval.models import Conv4, Embedder
@@ -367,3 +368,11 @@ def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
         model = whitened(task, x.split(20), given)
         torch.testing.assert_close(model(x), post_processed(plain, post, whitening), rtol=1e-8, atol=1e-8)
     assert torch.equal(task.adapter.model(x), plain)
+
+
+def test_where_embeddings_search_each_other_the_augmentation_is_left_out_of_what_is_shown_and_a_word_says_so() -> None:
+    x, mask = rand(12, 4).double(), torch.arange(12) < 4
+    processing = Processing(PostProcessing(augmentation=3))
+    assert torch.equal(processing.as_far(x, mask), processing.of(x, mask))
+    with pytest.warns(UserWarning, match="augmentation"):
+        assert torch.equal(processing.as_far(x, None), processing.alone(x))
