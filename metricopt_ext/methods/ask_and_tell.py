@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.errors import AdapterError, BudgetError, MetricError
+from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.methods.assessment import Assessment
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
@@ -177,9 +177,7 @@ class Search:
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
         deviates(guard_confidence)  # refuses what is out of range
-        if queries > task.metric.ledger.left:
-            left = task.metric.ledger.left
-            raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
+        task.metric.ledger.require(queries)
         candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
         fixed = sum(isinstance(each, Start) for each in candidates.values())
         size = sized(strategy, evaluations, task.dim, fixed, held_back(strategy, task.metric))

@@ -93,9 +93,7 @@ def assess(
         choices = f", {counted(of_settings, 'choice')} of settings" if of_settings else ""
         queried = f"the {counted(fixed + 1, 'start')}{choices} and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {queried} take {least * repeats}")
-    if queries > task.metric.ledger.left:
-        left = task.metric.ledger.left
-        raise BudgetError(f"{counted(queries, 'query')} requested, {left} left in the metric's own budget")
+    task.metric.ledger.require(queries)
     kept = output_dir is not None or distributed.several()
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.errors import BudgetError, RankError
+from metricopt_ext.errors import RankError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
@@ -337,6 +337,4 @@ def check_checkpoints(search: SearchStrategy, task: FinetuneTask, checkpoints: S
         if queries < least:
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
     needed = (checkpoints[-1] + (len(checkpoints) - 1) * (1 + kept)) * task.metric.repeats
-    if needed > task.metric.ledger.left:
-        left = task.metric.ledger.left
-        raise BudgetError(f"{counted(needed, 'query')} requested, {left} left in the metric's own budget")
+    task.metric.ledger.require(needed)

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -18,12 +16,11 @@ from metricopt_ext.tasks.task import FinetuneTask
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
 
 
-def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start | StartLine]) -> None:
+def check_holdout(task: FinetuneTask, metric: Metric) -> None:
     """Refuse a metric that can't judge a run on held-out data.
 
     Raises:
         ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
-        AdapterError: A start does not fit the model.
         BudgetError: Its ledger has too few queries left.
     """
     if not isinstance(metric, Metric):
@@ -43,7 +40,6 @@ def check_holdout(task: FinetuneTask, metric: Metric, starts: Mapping[str, Start
             f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"
             f" {task.metric.name!r}, and leave a margin"
         )
-    all_starts(task.judged_by(metric), starts)
     if metric.ledger.left < CANDIDATES * metric.repeats:
         needed = CANDIDATES * metric.repeats
         raise BudgetError(f"holdout takes up to {needed} queries, {metric.ledger.left} are left in its budget")

@@ -28,7 +28,7 @@ from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.words import and_more, counted
+from metricopt_ext.utils.words import and_more
 
 
 @undone_if_cut_short
@@ -114,7 +114,7 @@ def optimize_metric(
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if holdout is not None:
-        check_holdout(task, holdout, starts)
+        check_holdout(task, holdout)
     kept = output_dir is not None or distributed.several()
     identity = identity_of(runner, task, starts, seed=seed, size={} if runner.grows else size) if kept else {}
     if kept and holdout is not None:
@@ -231,9 +231,7 @@ def check_plan(
         raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
     if not runner.takes_constraints:
         check_constraints(metric, type(runner).__name__)
-    if queries > metric.ledger.left:
-        wanted = counted(queries, "query")
-        raise BudgetError(f"{wanted} requested, {metric.ledger.left} left in the metric's own budget")
+    metric.ledger.require(queries)
     fixed = sum(not isinstance(each, StartLine) for each in (starts or {}).values())
     try:
         return sized(runner, queries // metric.repeats, adapter.dim, 1 + fixed, runner.held_back(metric))

@@ -36,6 +36,15 @@ class Ledger:
         """Queries left; infinite without a budget."""
         return math.inf if self.budget is None else self.budget - self.spent
 
+    def require(self, queries: int) -> None:
+        """Refuse a run's queries that are not left.
+
+        Raises:
+            BudgetError: Fewer are.
+        """
+        if queries > self.left:
+            raise BudgetError(f"{counted(queries, 'query')} requested, {self.left} left in the metric's own budget")
+
     def spend(self, purpose: str, queries: int = 1) -> None:
         """Count queries.
 
