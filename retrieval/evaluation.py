@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from metricopt_ext.errors import DataError
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.retrieval.inputs import Items
 from metricopt_ext.retrieval.intervals import interval
@@ -30,11 +31,13 @@ class Search(NamedTuple):
         name: Its name in the table.
         queries: The queries.
         items: The gallery; None if it is the queries.
+        augmentation: As in `recall_at_k`.
     """
 
     name: str
     queries: Items
     items: Items | None
+    augmentation: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,20 @@ def evaluated(search: Search, ks: Sequence[int], names: Sequence[str] = (), **op
         options: ``distance``, ``query_subset`` and ``seed`` of `recall_at_k`.
 
     Raises:
-        DataError: As from `recall_at_k` and `ranking_metrics`.
+        DataError: As from `recall_at_k` and `ranking_metrics`; or metrics of embeddings with an augmentation.
     """
     started, ks = time.perf_counter(), tuple(dict.fromkeys(ks))
     names = [name for name in names if name != "recall"]  # which is always there
     arguments: dict[str, Any] = {"gallery": search.items, "progress": search.name, **options}
+    if names and search.augmentation:
+        raise DataError(
+            f"{search.name} was judged with a database augmentation of {search.augmentation}, each query left out of"
+            " what it finds; only recall is known of that: leave --metrics out"
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", DeprecationWarning)  # of the packages that search
-        recall = recall_at_k(*search.queries, ks, **arguments)
+        recall = recall_at_k(*search.queries, ks, augmentation=search.augmentation, **arguments)
         ranked = ranking_metrics(*search.queries, names, ks, **arguments).each if names else {}
     for said in dict.fromkeys(str(each.message) for each in caught):
         print(f"note: {search.name}: {said}")

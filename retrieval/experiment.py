@@ -237,12 +237,12 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         test, adapter = self.splits.test, self.task.adapter
         with self.as_trained():
             before = embed_with(adapter, self.task.origin(), test.x)
-        queries, file = queries_of(self.splits), self.folder / INFERENCE
+        queries, file, augmentation = queries_of(self.splits), self.folder / INFERENCE, 0
         after = embed_with(adapter, adapter.phi.detach(), test.x)
         if isinstance(settings := self.task.settings, RetrievalSettings) and file.exists():  # as the table has it
-            after = settings.processing(adapter.model, load_inference(file)).as_far(after, queries)
-        found = {"pretrained": before, "metricopt": after}
-        plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries)
+            after, augmentation = settings.processing(adapter.model, load_inference(file)).searched(after, queries)
+        found = {"pretrained": (before, 0), "metricopt": (after, augmentation)}
+        plot_neighbours(test, found, self.folder / "neighbours.png", self.seed, queries)
         save_recalls(test.y, found, self.folder / "recalls.json", queries)
 
     @property

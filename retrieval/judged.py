@@ -1,6 +1,5 @@
 """The embeddings that a metric judges: of a model, kept if settings are tuned, and post-processed as these say."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -35,15 +34,14 @@ class Processing(NamedTuple):
         """Return embeddings as they are searched; see `post_processed`."""
         return post_processed(embeddings, self.post, self.whitening, queries)
 
-    def as_far(self, embeddings: Tensor, queries: Tensor | None) -> Tensor:
-        """Return the same, or where they search each other without the augmentation, and say so: it has no one vector.
+    def searched(self, embeddings: Tensor, queries: Tensor | None) -> tuple[Tensor, int]:
+        """Return what is searched, and the ``augmentation`` that `recall_at_k` has yet to do.
 
-        There each query is left out of what it finds (`left_out.LeftOut`).
+        Where embeddings search each other, an item has no one vector: each query is left out of what it finds.
         """
         if self.post.augmentation and queries is None:
-            warnings.warn("the database augmentation that was kept is left out of recalls and pictures", stacklevel=2)
-            return self.alone(embeddings)
-        return self.of(embeddings, queries)
+            return self.alone(embeddings), self.post.augmentation
+        return self.of(embeddings, queries), 0
 
     def alone(self, embeddings: Tensor) -> Tensor:
         """Return the same before any is mixed with its neighbours; see `each_alone`."""

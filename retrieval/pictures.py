@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,18 +22,17 @@ ROWS, NEIGHBOURS = 6, 5
 HIT, MISS = "#2e7d4f", "#c02942"
 CURVE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 
+Searched: TypeAlias = dict[str, tuple[Tensor, int]]  # embeddings n x d by method, and recall_at_k's augmentation
 
-def plot_neighbours(
-    part: Split, before: Tensor, after: Tensor, path: Path, seed: int, queries: Tensor | None = None
-) -> Path:
+
+def plot_neighbours(part: Split, embeddings: Searched, path: Path, seed: int, queries: Tensor | None = None) -> Path:
     """Draw a random sample of the queries whose nearest neighbour became right or wrong, each with its neighbours.
 
     If there are too few such queries, others whose neighbours changed are added, then any.
 
     Args:
         part: Images, ``n x c x h x w`` in [0, 1] or uint8, and labels.
-        before: Embeddings before finetuning, ``n x d``.
-        after: Embeddings after finetuning, ``n x d``.
+        embeddings: Before and after finetuning.
         path: The PNG file.
         seed: Seed of the sample.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
@@ -45,8 +44,9 @@ def plot_neighbours(
     y = labels[own]
     count = min(NEIGHBOURS, len(items) - (queries is None))
     found = []
-    for each in (before, after):
-        near = nearest(each[own], count, gallery=None if queries is None else each[items])
+    for each, augmentation in embeddings.values():
+        gallery = None if queries is None else each[items]
+        near = nearest(each[own], count, gallery=gallery, augmentation=augmentation)
         found.append(items[torch.from_numpy(near)])
     right = [labels[rows[:, 0]] == y for rows in found]
     interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
@@ -74,12 +74,12 @@ def plot_neighbours(
     return save_figure(figure, path)
 
 
-def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path, queries: Tensor | None = None) -> None:
+def save_recalls(y: Tensor, embeddings: Searched, path: Path, queries: Tensor | None = None) -> None:
     """Write Recall@k on the test data, for several k, as JSON.
 
     Args:
         y: Labels, ``n``.
-        embeddings: Embeddings by method, ``n x d``.
+        embeddings: By method.
         path: The file.
         queries: Which of them are queries, ``n`` booleans, and the others their gallery; None if each searches all
             others.
@@ -88,11 +88,11 @@ def save_recalls(y: Tensor, embeddings: dict[str, Tensor], path: Path, queries: 
     ks = [k for k in CURVE_KS if k < (len(y) if queries is None else int((~queries).sum()))]
     recalls = {
         name: (
-            recall_at_k(vectors, y, ks)
+            recall_at_k(vectors, y, ks, augmentation=augmentation)
             if queries is None
             else recall_at_k(vectors[queries], y[queries], ks, gallery=(vectors[~queries], y[~queries]))
         ).at
-        for name, vectors in embeddings.items()
+        for name, (vectors, augmentation) in embeddings.items()
     }
     write_json(path, {"ks": ks, **{name: [at[k] for k in ks] for name, at in recalls.items()}})
 

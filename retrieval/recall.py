@@ -22,7 +22,7 @@ from metricopt_ext.errors import DataError
 from metricopt_ext.retrieval.copies import copies_in_gallery
 from metricopt_ext.retrieval.inputs import check_gallery, check_options, check_vectors, drawn_queries, with_match
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
-from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first
+from metricopt_ext.retrieval.left_out import LeftOut, ahead_of_first, order_left_out
 from metricopt_ext.retrieval.neighbours import Distance, Search, chunk_sizes, ranks_of_first
 from metricopt_ext.retrieval.post_processing import PostProcessing
 from metricopt_ext.retrieval.vectors import Array, Vectors, chunks
@@ -76,6 +76,7 @@ def recall_at_k(
     distance: Distance = "l2",
     query_subset: int | None = None,
     seed: int = 0,
+    augmentation: int = 0,
     progress: str | None = None,
 ) -> Recall:
     """Compute Recall@k exactly: a query is a hit if any of its k nearest gallery items has its label.
@@ -109,13 +110,16 @@ def recall_at_k(
         query_subset: Search only this many queries, against the full gallery: exact for these queries and
             proportionally cheaper. They are drawn from the queries that have a match; all if there are no more.
         seed: Draws the subset, at least 0; with the same labels it is always the same subset.
+        augmentation: With how many of its neighbours each item is mixed, of embeddings on the CPU that search each
+            other; each query is left out of what it finds, as if it were new (`LeftOut`). 0 for none.
         progress: Title of a progress bar on stderr; None for no bar.
 
     Raises:
         DataError: No embeddings, or not one label for each; embeddings of another dimension or device than the
             gallery's, NaN or infinite, with distances that overflow float32, or of length 0 for the cosine; labels that
             are not integers; a gallery that is no pair, or of a single class; no query with a match; queries that the
-            gallery does not start with; k or the subset below 1; an unknown distance; a negative seed.
+            gallery does not start with; k or the subset below 1; an unknown distance; a negative seed; an augmentation
+            and a gallery.
 
     Examples:
         >>> recall_at_k(np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 1, 0, 1]), ks=(1, 2)).at
@@ -132,6 +136,13 @@ def recall_at_k(
     matched = with_match(labels, item_labels, includes_queries)
     chosen = drawn_queries(matched, query_subset, seed)
 
+    if augmentation:
+        if gallery is not None:
+            raise DataError("a gallery is mixed with its neighbours before it is searched, not by augmentation")
+        everything = np.ones((len(labels), 1), dtype=np.float32)
+        places = _places_left_out(torch.as_tensor(embeddings), labels, chosen, augmentation, distance, everything)[:, 0]
+        recalls = {wanted: float(np.mean(places < wanted)) for wanted in ks}
+        return Recall(recalls, len(chosen), len(labels) - len(matched), items.size, rows=chosen, places=places)
     copies, said = (0, "") if includes_queries else copies_in_gallery(queries, labels, items, item_labels, chosen)
     if said:
         warnings.warn(said, stacklevel=2)
@@ -263,11 +274,7 @@ def recalls_left_out(
     rows = drawn_queries(with_match(own, own, includes_queries=True), query_subset, seed)
     halves = [] if isinstance(pairs, str) else [half for pair in pairs for half in _members(own, pair)]
     of_half = np.stack([np.ones(len(own), dtype=np.bool_), *halves], 1).astype(np.float32)
-    before = np.empty((len(rows), of_half.shape[1]))
-    for part, keys in LeftOut(embeddings, augmentation, distance).keys(rows):
-        matches = own[rows[part], None] == own
-        matches[np.arange(len(matches)), rows[part]] = False
-        before[part] = ahead_of_first(keys, matches).astype(np.float32) @ of_half
+    before = _places_left_out(embeddings, own, rows, augmentation, distance, of_half)
 
     def mean(number: int) -> float:
         places = before[of_half[rows, number] > 0, number]
@@ -275,6 +282,23 @@ def recalls_left_out(
 
     values = tuple((mean(1 + number), mean(2 + number)) for number in range(0, len(halves), 2))
     return Halved(mean(0), pairs if isinstance(pairs, str) else values or None)
+
+
+def _places_left_out(
+    embeddings: Tensor,
+    labels: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    augmentation: int,
+    distance: Distance,
+    of_half: npt.NDArray[np.float32],
+) -> npt.NDArray[np.int64]:
+    """Return how many of each half, ``n x h`` of 0 and 1, come before each query's first match, ``len(rows) x h``."""
+    before = np.empty((len(rows), of_half.shape[1]), dtype=np.int64)
+    for part, keys in LeftOut(embeddings, augmentation, distance).keys(rows):
+        matches = labels[rows[part], None] == labels
+        matches[np.arange(len(matches)), rows[part]] = False
+        before[part] = ahead_of_first(keys, matches).astype(np.float32) @ of_half
+    return before
 
 
 def _members(labels: npt.NDArray[np.int64], pair: tuple[Tensor, Tensor]) -> list[npt.NDArray[np.bool_]]:
@@ -295,7 +319,7 @@ def _members(labels: npt.NDArray[np.int64], pair: tuple[Tensor, Tensor]) -> list
 
 
 def nearest(
-    embeddings: Array, k: int, *, gallery: Array | None = None, distance: Distance = "l2"
+    embeddings: Array, k: int, *, gallery: Array | None = None, distance: Distance = "l2", augmentation: int = 0
 ) -> npt.NDArray[np.int64]:
     """Find the k nearest other embeddings of each, ``n x k`` rows, nearest first; exact, as in `recall_at_k`.
 
@@ -304,11 +328,14 @@ def nearest(
         k: Number of neighbours, at least 1.
         gallery: What they are searched in, ``m x d``, m at least k; None for the embeddings themselves.
         distance: As in `recall_at_k`.
+        augmentation: As in `recall_at_k`.
 
     Raises:
         DataError: As in `recall_at_k`, for the embeddings.
     """
     items, own = check_vectors(embeddings, np.arange(len(embeddings)), "", distance)
+    if augmentation and gallery is None:
+        return order_left_out(torch.as_tensor(embeddings), augmentation, distance, k)
     searched = items
     if gallery is not None:
         searched, _ = check_gallery(embeddings, items, own, (gallery, np.arange(len(gallery))), False)

@@ -74,11 +74,12 @@ def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) 
     model.to(device).eval()
     with torch.no_grad():
         embeddings = embed(model, data.x.to(device)).cpu()
+    augmentation = 0
     if file.name == "tuned" and (file.parent / INFERENCE).exists():  # as the run was judged
         metric = build_metric(config.metric, splits.to(device).validation)
         settings = retrieval_settings(metric, whiten_on=metric)
-        embeddings = settings.processing(model, load_inference(file.parent)).as_far(embeddings, queries)
+        embeddings, augmentation = settings.processing(model, load_inference(file.parent)).searched(embeddings, queries)
     if queries is None:
-        return Search(name, (embeddings, data.y), None)
+        return Search(name, (embeddings, data.y), None, augmentation)
     items = embeddings[~queries], data.y[~queries]
     return Search(name, (embeddings[queries], data.y[queries]), items)

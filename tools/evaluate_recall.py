@@ -155,7 +155,7 @@ def without_copies(search: "Search") -> "Search":
     """Return a search in which queries and a gallery that is a copy of them search each other; and say so."""
     from metricopt_ext.retrieval.copies import equal_items, repeated
 
-    name, queries, items = search
+    name, queries, items, _ = search
     if items is not None and equal_items(queries, items):
         print(f"note: {name} is a copy of the queries; each searches all others")
         return search._replace(items=None)

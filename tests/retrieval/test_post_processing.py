@@ -30,7 +30,7 @@ from metricopt_ext.retrieval.post_processing import (
     augmented,
     post_processed,
 )
-from metricopt_ext.retrieval.recall import recalls_left_out
+from metricopt_ext.retrieval.recall import nearest, recall_at_k, recalls_left_out
 from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
@@ -181,6 +181,21 @@ def test_each_query_is_new(k: int, distance: Any) -> None:
     for i, key in zip(rows, keys, strict=True):
         assert key[i] == math.inf
         assert np.argsort(key, kind="stable")[:-1].tolist() == expected[i][0].tolist()
+
+
+def test_recall_and_neighbours_are_of_new_queries() -> None:
+    x, y = nearby()
+    y = torch.where(torch.arange(36) == 7, 77, y)  # without a match
+    expected = one_by_one(x, 4, "l2")
+    assert nearest(x, 5, augmentation=4).tolist() == [order[:5].tolist() for order, *_ in expected]
+    found = recall_at_k(x, y, FEW_KS, augmentation=4)
+    rows = [row for row in range(36) if row != 7]
+    places = [[bool(y[j] == y[i]) for j in expected[i][0].tolist()].index(True) for i in rows]
+    assert (found.rows.tolist(), found.places.tolist(), found.without_match) == (rows, places, 1)
+    assert found.at == {k: float(np.mean(np.array(places) < k)) for k in FEW_KS}
+    assert found.at != recall_at_k(x, y, FEW_KS).at
+    with pytest.raises(DataError, match="gallery"):
+        recall_at_k(x, y, FEW_KS, gallery=(x, y), augmentation=4)
 
 
 @pytest.mark.parametrize("subset", [None, 20])
@@ -370,9 +385,12 @@ def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
     assert torch.equal(task.adapter.model(x), plain)
 
 
-def test_where_embeddings_search_each_other_the_augmentation_is_left_out_of_what_is_shown_and_a_word_says_so() -> None:
+def test_what_is_searched_is_mixed_but_where_embeddings_search_each_other() -> None:
     x, mask = rand(12, 4).double(), torch.arange(12) < 4
     processing = Processing(PostProcessing(augmentation=3))
-    assert torch.equal(processing.as_far(x, mask), processing.of(x, mask))
-    with pytest.warns(UserWarning, match="augmentation"):
-        assert torch.equal(processing.as_far(x, None), processing.alone(x))
+    found, augmentation = processing.searched(x, mask)
+    assert torch.equal(found, processing.of(x, mask))
+    assert augmentation == 0
+    found, augmentation = processing.searched(x, None)
+    assert torch.equal(found, processing.alone(x))
+    assert augmentation == 3

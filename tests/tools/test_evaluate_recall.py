@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,22 @@ from helpers.programs import call
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.experiment.cli import run_and_report
+from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import load_digits
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.intervals import interval
 from metricopt_ext.retrieval.models import build_model
+from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.ranking import RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import hits_at_k, recall_at_k
+from metricopt_ext.retrieval.searched_runs import read_run
+from metricopt_ext.retrieval.settings import retrieval_settings
+from metricopt_ext.retrieval.splits import load_splits
+from metricopt_ext.tasks.inference_file import save_inference
 from metricopt_ext.tools import evaluate_recall
 from metricopt_ext.utils.config import load_config
+from metricopt_ext.utils.state_dict import load_checkpoint
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -197,6 +205,25 @@ def test_a_run_is_evaluated_on_its_test_classes(run: Path, folder: Path) -> None
     assert other[0]["mean"] == pytest.approx(methods["pretrained"]["validation"][0])
 
 
+@pytest.mark.slow
+def test_a_kept_augmentation_leaves_each_query_out(run: Path, tmp_path: Path) -> None:
+    folder = copytree(run, tmp_path / "run")
+    config, _ = read_run(folder)
+    splits = load_splits(config, 0)
+    metric = build_metric(config.metric, splits.test)
+    settings = retrieval_settings(metric, whiten_on=splits.validation.x)
+    save_inference(folder / "seed-0" / "inference.yaml", settings, {"augmentation": 4})
+    found = evaluate(tmp_path, "--run-dir", "run", "--ks", *map(str, config.metric.ks))["galleries"][1]
+    model = built(config.model, splits.test.x.shape[1:]).eval()
+    load_checkpoint(model, folder / "seed-0" / "tuned.safetensors")
+    with settings.applied({"augmentation": 4}):
+        expected = metric.to_value(metric.cost(model, "test"))
+    assert found["mean"] == pytest.approx(expected, abs=1e-6)
+    assert expected != pytest.approx(metric.to_value(metric.cost(model, "test")), abs=1e-3)
+    with pytest.raises(SystemExit, match=r"seed-0/tuned .*leave --metrics out"):
+        evaluate(tmp_path, "--run-dir", "run", "--metrics", "ndcg")
+
+
 def test_other_folders_are_no_runs(run: Path, folder: Path) -> None:
     (folder / "begun").mkdir()
     (folder / "begun" / "run.json").write_text((run / "run.json").read_text())
@@ -352,7 +379,10 @@ def parts():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
-    [["shift.kind=image", "data.test_classes=[2,5,7]"], ["data.name=noisy:parts", "shift.kind=none"]],
+    [
+        ["shift.kind=image", "data.test_classes=[2,5,7]"],
+        ["data.name=noisy:parts", "shift.kind=none"],
+    ],
     ids=["digits", "queries and a gallery"],
 )
 def test_a_run_with_settings_has_one_number(data: list[str], tmp_path: Path) -> None:
