@@ -13,7 +13,7 @@ from metricopt_ext.adapters.calls import Calls, projected, recorded, shape_of, t
 from metricopt_ext.errors import AdapterError, WeightsError
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import seeded_streams
-from metricopt_ext.utils.weights import held_weights, put_back_different, same_bits
+from metricopt_ext.utils.weights import checksums, same_bits
 from metricopt_ext.utils.words import and_more, shortened
 
 MOST_TRIED = 16  # coordinates without a gradient that are moved one by one
@@ -26,7 +26,7 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
 
     It costs a forward and a backward pass, and one more of each unless the logits are returned as their layer gives
     them; coordinates without a gradient cost further forward passes. A loss that fails, or that doesn't call the model,
-    tells nothing: its user finds out. Whatever it raises, the model is left as it was. Layers that are not called
+    tells nothing: its user finds out. Layers that are not called
     beside others that are get a UserWarning.
 
     Args:
@@ -40,19 +40,17 @@ def check_effect(adapter: Adapter, loss: Callable[[nn.Module, Any], Tensor], dra
             is not what the model returns. The message names both layers. Or phi has no gradient in a part of the
             model, by gradient checkpointing with ``use_reentrant=True``.
     """
-    model, before = adapter.model, KeptModules(adapter.model)
-    with held_weights(model) as contents:
-        try:
-            _check(adapter, loss, draw, before)
-        except BaseException:
-            before.put_back()
-            put_back_different(model, contents)
-            raise
-        if changed := put_back_different(model, contents):
-            raise WeightsError(
-                f"the batches or the loss changed the model's {and_more(changed)} on the first batch; all was put back."
-                " Let the loss change nothing, or compute it on a copy of the model"
-            )
+    model, before, sums = adapter.model, KeptModules(adapter.model), checksums(adapter.model)
+    try:
+        _check(adapter, loss, draw, before)
+    except BaseException:
+        before.put_back()
+        raise
+    if changed := [name for name, each in checksums(model).items() if sums.get(name) != each]:
+        raise WeightsError(
+            f"the batches or the loss changed the model's {and_more(changed)} on the first batch. Let the loss change"
+            " nothing, or compute it on a copy of the model"
+        )
 
 
 def _check(

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
-from metricopt_ext.utils.weights import kept_weights
+from metricopt_ext.utils.weights import Watched
 from metricopt_ext.utils.words import and_more, brief, counted
 
 Item = TypeVar("Item")
@@ -138,7 +137,7 @@ class Metric(CostScale):
         functions = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
         self.takes_model = all(map(_takes_model, functions))
         self.callbacks: list[OnQuery] = []
-        self._reported = self._lacked = False
+        self._lacked = False
         self._pairs = 0  # how many it reports, once known
         self._compared = 0  # the session of `distributed` in which all were seen to find the same value
 
@@ -292,14 +291,12 @@ class Metric(CostScale):
             model: The model.
             settings: The settings of inference that are in force, for functions that have such a parameter.
 
-        A function that changes the model's weights or buffers, as a forward pass in training mode does, has them put
-        back, and a warning names them; a copy of them is kept for that. So are its layers and their hooks, and what is
-        trained. Changes that leave no trace, as through ``.data``, are an error: they are looked for in up to 4,096
-        entries of each parameter, in all at a run's end (`FinetuneTask.keeping_weights`).
-
         Raises:
             MetricError: The metric raised, did not return a finite number, or left its bounds.
-            WeightsError: It changed the model's parameters without a trace; they are put back.
+            WeightsError: It changed the model's parameters, persistent buffers (as a forward pass in training mode
+                does), layers, hooks, or what is trained. Changes that leave no trace, as through ``.data``, are looked
+                for in some entries of each parameter, in all at a run's end (`FinetuneTask.keeping_weights`). Modes
+                and other buffers are put back.
         """
         calls = [self._call(model, settings) for _ in range(self.repeats)]
         if len(calls) == 1:
@@ -357,7 +354,6 @@ class Metric(CostScale):
 
     def _returned(self, function: Callable[..., Any], model: nn.Module, settings: Values | None, who: str) -> Any:
         """Call a function on the model, which is left as it was."""
-        weights, unnoticed = kept_weights(model), list[str]()
         arguments, more = [model] if _takes_model(function) else [], {}
         if settings is None and needs(function, "settings"):
             raise MetricError(
@@ -365,22 +361,18 @@ class Metric(CostScale):
             )
         if settings is not None and takes(function, "settings"):
             more = {"settings": dict(settings)}
-        modules = KeptModules(model)
+        modules, weights = KeptModules(model), Watched(model)
         with evaluating(model), torch.no_grad():
-            began = time.perf_counter()
             try:
                 returned = function(*arguments, **more)
             except (Exception, SystemExit) as error:
-                raise MetricError(f"metric {who} raised {type(error).__name__}: {error}") from error
-            finally:
-                took = time.perf_counter() - began
-                self._report(modules.put_back_changed() + weights.restore(model))
-                unnoticed += weights.unnoticed(model, took)
-        if unnoticed:
-            whose = f"metric {who} or the loss" if weights.held else f"metric {who}"
+                left = modules.changed() or weights.changed(model)
+                and_left = f"; it left the model's {and_more(left)} changed" if left else ""
+                raise MetricError(f"metric {who} raised {type(error).__name__}: {error}{and_left}") from error
+        if changed := modules.changed() or weights.changed(model):
             raise WeightsError(
-                f"{whose} changed the model's {and_more(unnoticed)} in a way that leaves no trace, as through .data or"
-                " NumPy; all was put back, but earlier values may be of another model. Evaluate a copy of the model"
+                f"metric {who} changed the model's {and_more(changed)}, so later values would be of another model."
+                " Leave the model in evaluation mode and its hooks and weights as they are, or evaluate a copy of it"
             )
         return returned
 
@@ -418,16 +410,6 @@ class Metric(CostScale):
             warnings.warn(
                 f"metric {self.name!r} reports no halves{where}, as {why}; a gain can't be told from chance by them",
                 stacklevel=4,
-            )
-
-    def _report(self, changed: Sequence[str]) -> None:
-        """Say once that the function changed the model."""
-        if changed and not self._reported:
-            self._reported = True
-            warnings.warn(
-                f"metric {self.name!r} changed the model's {and_more(changed)}; all was put back. Leave the model in"
-                " evaluation mode and its hooks as they are, or evaluate a copy of it",
-                stacklevel=3,
             )
 
 

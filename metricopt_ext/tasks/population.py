@@ -16,7 +16,6 @@ from metricopt_ext.adapters.calls import eager
 from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.weights import held_weights, put_back_different
 from metricopt_ext.utils.words import brief
 
 SIZES = (4, 16, 32)  # that may be chosen besides 1
@@ -90,13 +89,12 @@ def choose(model: nn.Module, compute: Compute, batches: Sequence[Any], origin: T
     if any(isinstance(module, Mixture) for module in model.modules()):
         return Population(1, "each phi of a mixture has a model of its own in memory")
     before = KeptModules(model)
-    with held_weights(model) as contents, _attributes_kept(model), warnings.catch_warnings(record=True) as said:
+    with _attributes_kept(model), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             return _chosen(model, compute, batches, origin)
         finally:
             before.put_back()
-            put_back_different(model, contents)
             for each in said:
                 LOGGER.debug("on the first batch: %s", each.message)
 

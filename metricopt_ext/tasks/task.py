@@ -28,7 +28,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 from metricopt_ext.utils.modes import evaluating, kept_modes
 from metricopt_ext.utils.seeding import generator, seeded_streams
-from metricopt_ext.utils.weights import held_weights, put_back_different
+from metricopt_ext.utils.weights import checksums
 from metricopt_ext.utils.words import and_more, brief
 
 LOGGER = logging.getLogger(__name__)
@@ -398,29 +398,20 @@ class FinetuneTask:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """Have a run leave every parameter of the model but phi as it is; what changed is put back at the end.
+        """Refuse a run that left a parameter of the model but phi other than it was.
 
         Raises:
-            WeightsError: One changed, by the metric or by the loss, whether that left a trace or not.
+            WeightsError: The metric or the loss changed one, whether that left a trace or not.
         """
-        with held_weights(self.adapter.model) as contents:
-            kept = {name: each for name, each in contents.items() if not name.startswith(f"{CONTEXT_NAME}.")}
-            try:
-                yield
-            except GeneratorExit:  # nobody asks for the rest of a run; the model may have been changed since
-                raise
-            except BaseException:
-                put_back_different(self.adapter.model, kept)
-                raise
-            for changed in distributed.each(
-                lambda _: put_back_different(self.adapter.model, kept), range(distributed.world())
-            ):
-                if changed:
-                    raise WeightsError(
-                        f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}; all was put"
-                        " back, but values of this run may be of another model. Evaluate a copy of the model, and let"
-                        " the loss change nothing"
-                    )
+        before = checksums(self.adapter.model)
+        yield
+        for sums in distributed.each(lambda _: checksums(self.adapter.model), range(distributed.world())):
+            changed = [name for name, each in before.items() if sums.get(name) != each]
+            if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
+                raise WeightsError(
+                    f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
+                    " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
+                )
 
     def _judge(self, phi: Tensor) -> Evaluation:
         """Judge the model at phi, which is copied into the model's own parameter meanwhile.

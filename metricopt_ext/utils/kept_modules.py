@@ -48,9 +48,9 @@ class KeptModules:
     def put_back(self) -> None:
         """Make the modules hold what they held."""
         self._put_back_types()
-        for module, name, kind, held, content in self._held:
+        for module, _, _, held, content in self._held:
             if held or content:
-                _put_back(module, name, kind, held, content)
+                _put_back(module, held, content)
         for module, forward in self._forwards:
             vars(module).pop("forward", None)
             if forward is not None:
@@ -60,27 +60,20 @@ class KeptModules:
         self._put_back_modes()
         torch.set_grad_enabled(self._with_gradients)
 
-    def put_back_changed(self) -> list[str]:
-        """Put back what is held and what is trained, but no modes; returns the names of what had changed.
-
-        Buffers that are others now stay, as a forward pass may replace its caches, and so do new ones that are no part
-        of the state dict.
-        """
-        self._put_back_types()
+    def changed(self) -> list[str]:
+        """Return the names of parameters, layers and hooks that are others now, and of what is trained."""
         changed = []
         for module, name, kind, held, content in self._held:
-            if not (held or content):
-                continue  # most are empty
-            wanted = content
-            if kind == "_buffers":
-                caches = module._non_persistent_buffers_set
-                wanted = {key: held.get(key, value) for key, value in content.items()}
-                wanted |= {key: value for key, value in held.items() if key in caches}
-            changed += _put_back(module, name, kind, held, wanted)
-        for name, parameter, trained in self._trained:
-            if parameter.requires_grad != trained:
-                parameter.requires_grad_(trained)
-                changed.append(f"requires_grad of {name}")
+            if kind == "_buffers":  # `weights.Watched` compares those
+                continue
+            others = [key for key in {**content, **held} if held.get(key, held) is not content.get(key, held)]
+            if others and kind not in ("_parameters", "_modules"):
+                changed.append(f"hooks of {name or type(module).__name__}")
+            else:
+                changed += [f"{name}.{key}" if name else str(key) for key in others]
+        changed += [
+            f"requires_grad of {name}" for name, each, trained in self._trained if each.requires_grad != trained
+        ]
         return list(dict.fromkeys(changed))
 
     def _put_back_types(self) -> None:
@@ -89,15 +82,11 @@ class KeptModules:
                 module.__class__ = kind
 
 
-def _put_back(module: nn.Module, name: str, kind: str, held: dict[Any, Any], wanted: dict[Any, Any]) -> list[str]:
-    """Have a module hold something in one of its dictionaries; returns the names of what had changed."""
+def _put_back(module: nn.Module, held: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    """Have a module hold something in one of its dictionaries."""
     if len(held) == len(wanted) and all(held.get(key, held) is value for key, value in wanted.items()):
-        return []
-    changed = [key for key in {**wanted, **held} if key not in held or held[key] is not wanted.get(key, held)]
+        return
     held.clear()
     held.update(wanted)
-    if kind not in ("_parameters", "_buffers", "_modules"):
-        return [f"hooks of {name or type(module).__name__}"]
     for key in wanted:
         vars(module).pop(key, None)  # a plain attribute would hide it, as of a pruned layer
-    return [f"{name}.{key}" if name else str(key) for key in changed]

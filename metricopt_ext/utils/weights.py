@@ -1,20 +1,14 @@
-"""A model's weights as they were, to notice that something changed them and to undo it."""
+"""What a model's weights are, told at little cost, to notice that something changed them; none is copied whole."""
 
 import math
-import time
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-# Of each tensor so many entries are compared at most, and by halves fewer where that takes longer than a share of the
-# query or a time in seconds, whichever is more.
-ENTRIES, LEAST_ENTRIES = 4096, 64
-SHARE, SECONDS = 0.01, 1e-3
+ENTRIES = 1024  # of each parameter, that are compared at each query
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -28,129 +22,59 @@ def where_and_how_often(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-class _Kept(NamedTuple):
-    """A parameter as it was.
+class Watched:
+    """What a model's parameters and buffers are, to be compared with what they are later.
 
-    Attributes:
-        state: What `where_and_how_often` told.
-        content: A copy.
-        live: Some entries of the parameter itself, a view; None where there can be none.
-        entries: The same of the copy.
-    """
-
-    state: tuple[int, int]
-    content: Tensor
-    live: Tensor | None
-    entries: Tensor | None
-
-
-class KeptWeights:
-    """Copies of a model's parameters and buffers.
-
-    Parameters are copied and compared only where `where_and_how_often` tells of a change; buffers, which are small,
-    always. What leaves no such trace shows in some entries of each parameter (`unnoticed`), or in all (`different`).
-
-    Attributes:
-        held: Whether nothing but what is watched may change the model, as in a run: `update` does not look for changes
-            that leave no trace then.
-    """
-
-    def __init__(self) -> None:
-        self.held = False
-        self._parameters: dict[str, _Kept] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._most = ENTRIES
-
-    def update(self, model: nn.Module, *, every: bool = False) -> None:
-        """Keep the model as it is now.
-
-        Args:
-            model: The model.
-            every: Whether every entry of what was kept before is compared, for changes without a trace.
-        """
-        kept, self._parameters = self._parameters, {}
-        changed = set() if self.held or every else set(_changed(kept))
-        for name, parameter in model.named_parameters():
-            before = kept.get(name)
-            same = before is not None and before.state == where_and_how_often(parameter) and name not in changed
-            if same and every and _comparable(parameter):
-                same = same_bits(parameter, before.content)  # type: ignore[union-attr]
-            self._parameters[name] = before if same else self._copied(parameter)  # type: ignore[assignment]
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-    def contents(self) -> dict[str, Tensor]:
-        """Return the copies of the parameters, by name; not to be changed."""
-        return {name: kept.content for name, kept in self._parameters.items()}
-
-    @torch.no_grad()
-    def restore(self, model: nn.Module) -> list[str]:
-        """Put back what changed since `update`, where there is a trace of it; returns the names of it."""
-        changed = []
-        for name, parameter in model.named_parameters():
-            kept = self._parameters.get(name)
-            if kept is not None and where_and_how_often(parameter) != kept.state:
-                changed.append(name)
-                self._put_back(name, parameter)
-        for name, buffer in model.named_buffers():
-            content = self._buffers.get(name, buffer)
-            if not same_bits(buffer, content):
-                changed.append(name)
-                _put_back(buffer, content)
-        return changed
-
-    @torch.no_grad()
-    def unnoticed(self, model: nn.Module, query: float) -> list[str]:
-        """Put back the parameters of which some entries changed since `update` without a trace; returns their names.
-
-        Args:
-            model: The model, after `restore`.
-            query: Seconds that the query took, which tell how many entries may be compared.
-        """
-        began = time.perf_counter()
-        changed = _changed(self._parameters)
-        took = time.perf_counter() - began
-        for name, parameter in model.named_parameters():
-            if name in changed:
-                self._put_back(name, parameter)
-        if took > max(SECONDS, SHARE * query) and self._most > LEAST_ENTRIES:
-            self._most //= 2
-            for name, parameter in model.named_parameters():
-                if name in self._parameters:
-                    self._parameters[name] = self._sampled(parameter, self._parameters[name].content)
-        return changed
-
-    def _put_back(self, name: str, parameter: nn.Parameter) -> None:
-        content = self._parameters[name].content
-        _put_back(parameter, content)
-        self._parameters[name] = self._sampled(parameter, content)
-
-    def _copied(self, parameter: nn.Parameter) -> _Kept:
-        return self._sampled(parameter, parameter.detach().clone())
-
-    def _sampled(self, parameter: nn.Parameter, content: Tensor) -> _Kept:
-        live, entries = some_entries(parameter, self._most), some_entries(content, self._most)
-        return _Kept(where_and_how_often(parameter), content, live, None if entries is None else entries.clone())
-
-
-@torch.no_grad()
-def put_back_different(model: nn.Module, contents: dict[str, Tensor]) -> list[str]:
-    """Put back the parameters of which any entry differs from what it was; returns their names.
+    A parameter that was written to shows by `where_and_how_often`, and one that was changed without such a trace, as
+    through ``.data``, in some of its entries; `checksums` look at all. Buffers, which are small, are copied.
 
     Args:
         model: The model.
-        contents: What its parameters were, by name; others are left alone.
     """
-    changed = []
-    for name, parameter in model.named_parameters():
-        content = contents.get(name)
-        if content is not None and _comparable(parameter) and not same_bits(parameter, content):
-            changed.append(name)
-            _put_back(parameter, content)
-    return changed
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states = {name: where_and_how_often(each) for name, each in model.named_parameters()}
+        live = {name: some_entries(each) for name, each in model.named_parameters()}
+        self._entries = {name: (each, None if each is None else each.clone()) for name, each in live.items()}
+        self._buffers = {name: each.detach().clone() for name, each in model.named_buffers()}
+        self._persistent = _persistent(model)
+
+    @torch.no_grad()
+    def changed(self, model: nn.Module) -> list[str]:
+        """Return the names of parameters and persistent buffers that are others now; other buffers are put back."""
+        now = {name: where_and_how_often(each) for name, each in model.named_parameters()}
+        written = [name for name, each in self._states.items() if now.get(name) != each]
+        changed = [*written, *(name for name in differing(self._entries) if name not in written)]
+        buffers, persistent = dict(model.named_buffers()), _persistent(model)
+        changed += sorted(persistent ^ self._persistent)
+        for name, content in self._buffers.items():
+            buffer = buffers.get(name, content)
+            if same_bits(buffer, content):
+                continue
+            if name in persistent:
+                changed.append(name)
+            elif buffer.shape == content.shape and buffer.dtype == content.dtype:
+                buffer.copy_(content)
+        return changed
 
 
-def _changed(kept: dict[str, _Kept]) -> list[str]:
-    return differing({name: (each.live, each.entries) for name, each in kept.items()})
+def _persistent(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that a state dict has."""
+    return {
+        f"{name}.{each}".removeprefix(".")
+        for name, module in model.named_modules()
+        for each in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+
+
+@torch.no_grad()
+def checksums(model: nn.Module) -> dict[str, int]:
+    """Return a checksum of all entries of each parameter, by name, of those that have entries of their own."""
+    sums = {}
+    for name, each in model.named_parameters():
+        if each.numel() and _comparable(each):
+            sums[name] = zlib.crc32(_bits(each).cpu().numpy().data)
+    return sums
 
 
 def differing(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> list[str]:
@@ -207,37 +131,3 @@ def has_mean(tensor: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _put_back(tensor: Tensor, content: Tensor) -> None:
-    if tensor.shape == content.shape and tensor.dtype == content.dtype and tensor.device == content.device:
-        with torch.inference_mode() if tensor.is_inference() else nullcontext():  # outside it can't be changed
-            tensor.copy_(content)
-    else:
-        tensor.data = content.clone()
-
-
-_KEPT: WeakKeyDictionary[nn.Module, KeptWeights] = WeakKeyDictionary()
-
-
-def kept_weights(model: nn.Module) -> KeptWeights:
-    """Return a model's copies, shared by all that watch it, up to date."""
-    kept = _KEPT.setdefault(model, KeptWeights())
-    kept.update(model)
-    return kept
-
-
-@contextmanager
-def held_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Keep a model as it is now, and have nothing but what is watched change it meanwhile (`KeptWeights.held`).
-
-    Yields:
-        Copies of its parameters, by name; not to be changed.
-    """
-    kept = _KEPT.setdefault(model, KeptWeights())
-    kept.update(model, every=not kept.held)
-    before, kept.held = kept.held, True
-    try:
-        yield kept.contents()
-    finally:
-        kept.held = before

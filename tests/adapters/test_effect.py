@@ -191,20 +191,15 @@ def test_a_task_runs_its_first_batch_once() -> None:
 
 
 @pytest.mark.parametrize("trace", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_loss_that_changes_the_weights_is_refused(trace: bool, fails: bool) -> None:
+def test_a_loss_that_changes_the_weights_is_refused(trace: bool) -> None:
     adapter = attach_outputs(Model())
-    before = {name: value.clone() for name, value in adapter.model.state_dict().items()}
 
     def loss(model: Any, batch: Any) -> Tensor:
         with torch.no_grad():
             (model.head.weight if trace else model.head.weight.data).clamp_(-0.1, 0.1)
-        if fails:
-            raise RuntimeError
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    assert_refused(lambda: check_effect(adapter, loss, lambda: (X, Y)), WeightsError)
-    assert all(torch.equal(value, before[name]) for name, value in adapter.model.state_dict().items())
+    assert_refused(lambda: check_effect(adapter, loss, lambda: (X, Y)), WeightsError, "head.weight")
 
 
 def test_checkpointing_that_keeps_no_gradient_is_refused_with_the_remedy() -> None:

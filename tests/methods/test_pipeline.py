@@ -120,10 +120,8 @@ def test_a_metric_that_changes_the_weights_ends_the_run(strategy: Any, tmp_path:
     """At its query where the entry is among those that are looked at then, and at the end at the latest."""
     for entry in (0, 1):
         (task, asked), folder = changing(4, entry), tmp_path / str(entry)
-        before = task.adapter.model.weight.detach().clone()
         with pytest.raises(WeightsError):
             optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback(), output_dir=folder)
-        assert torch.equal(task.adapter.model.weight, before)
         assert not (folder / "adapter.safetensors").exists()
         assert (len(asked) == 4) == (entry == 0)
 
@@ -134,7 +132,6 @@ def test_a_loss_that_changes_the_weights_is_refused(
     quadratic: Callable[..., Any], trace: bool, kept: bool, tmp_path: Path
 ) -> None:
     task = quadratic(population=1)
-    before = task.problem.layer.weight.detach().clone()
 
     def loss(model: Any, batch: Any) -> Any:
         with torch.no_grad():
@@ -143,7 +140,6 @@ def test_a_loss_that_changes_the_weights_is_refused(
 
     options = {"queries": 30, "callback": Callback(), "output_dir": tmp_path if kept else None}
     assert_refused(lambda: optimize_metric(replace(task, loss=loss), **options), WeightsError, "loss")
-    assert torch.equal(task.problem.layer.weight, before)
 
 
 # --- Interrupted runs ------------------------------------------------------------------------------------------

@@ -154,12 +154,11 @@ class World:
 
 
 def spoil(model: nn.Module) -> None:
-    """Leave a model as a function may that fails half-way."""
+    """Leave a model as a function may that is cut short."""
     model.train()
     model[1].eval()
-    with torch.no_grad():
-        model[3].weight.add_(1)
-        model[1].running_mean.add_(1)
+    model[3].register_forward_hook(lambda layer, inputs, output: output + 1)
+    model.requires_grad_(True)
 
 
 def state_of(world: World) -> list[Any]:
