@@ -21,6 +21,7 @@ from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.ledger import Ledger
+from testers.strategy import files_of
 
 
 class Heard(Callback):
@@ -82,10 +83,6 @@ class Shifted:
         return float(right.mean()), (float(right[::2].mean()), float(right[1::2].mean()))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def look(shifted: Shifted, queries: int = QUERIES, **options: Any) -> Any:
     return assess(shifted.task, queries, starts=shifted.starts, **{"callback": Callback(), **options})
 
@@ -124,7 +121,7 @@ def test_the_union_is_the_search_alone_byte_for_byte(
     assert (second.filed, both.calls) == (queries, 30)
     assert both.task.metric.ledger.spent == 30
     assert str(result) == expected
-    assert contents(tmp_path) == contents(folder)
+    assert files_of(tmp_path) == files_of(folder)
     assert second.worth == worth
 
 
@@ -134,7 +131,7 @@ def test_a_runs_folder_tells_without_a_query(alone: tuple[str, list[str], Path],
     found = look(again, seed=2, output_dir=folder, resume=True)
     assert (again.calls, found.queries) == (0, QUERIES)
     assert found.brief()[1:] == worth
-    assert contents(folder) == contents(kept)
+    assert files_of(folder) == files_of(kept)
     assert look(again, seed=2).brief()[1:] == worth
     assert again.calls == again.task.metric.ledger.spent == QUERIES  # without a folder it is charged at once
 
@@ -142,11 +139,11 @@ def test_a_runs_folder_tells_without_a_query(alone: tuple[str, list[str], Path],
 def test_another_run_is_refused(tmp_path: Path) -> None:
     shifted, folder = Shifted(), {"output_dir": tmp_path, "resume": True}
     look(shifted, output_dir=tmp_path)
-    kept = contents(tmp_path)
+    kept = files_of(tmp_path)
     assert_refused(lambda: look(shifted, output_dir=tmp_path), FileFormatError, "resume")
     assert_refused(lambda: search(shifted, starts={}, **folder), FileFormatError)
     assert_refused(lambda: look(shifted, seed=1, **folder), FileFormatError, "seed", "0", "1")
-    assert contents(tmp_path) == kept
+    assert files_of(tmp_path) == kept
     search(shifted, 24, **folder)
     assert_refused(lambda: search(shifted, 23, **folder), FileFormatError, "queries", "24", "23")
 

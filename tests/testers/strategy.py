@@ -207,7 +207,7 @@ def told(result: mo.Result) -> dict[str, Any]:
 def files_of(folder: Path) -> dict[str, Any]:
     """Return the content of each file in a folder; of the log its lines, as one that says how many follow may move."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: sorted(content.splitlines()) if name == "log.jsonl" else content for name, content in found.items()}
+    return {name: sorted(each.splitlines()) if name.endswith("log.jsonl") else each for name, each in found.items()}
 
 
 def noisy(rng: random.Random) -> float:
