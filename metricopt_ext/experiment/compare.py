@@ -18,7 +18,7 @@ from metricopt_ext.experiment.method import METHODS, End, Method, Reached, check
 from metricopt_ext.experiment.record import Outcome
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, told
-from metricopt_ext.tasks.cached_metric import CachedMetric
+from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
@@ -71,7 +71,7 @@ def compare(
         if "metricopt" in results:
             callback.stage(entry.title)
         if folder is not None and not entry.shared:
-            own.metric.kept_in = folder / f"{name}_queries.json"
+            own.metric.log = Log(folder / f"{name}_queries.jsonl", own.metric)
         run = partial(_run, method, own, results)
         reached = run() if entry.shared else distributed.only_first(run)
         if not reached:
@@ -98,7 +98,7 @@ def _judged(
     folder: Path | None,
 ) -> Comparison:
     validation, test = (
-        task.judged_by(each if folder is None else CachedMetric(each, folder / f"{part}_ends.json"))
+        task.judged_by(each if folder is None else each.logged(Log(folder / f"{part}_ends.jsonl", each)))
         for part, each in (("validation", task.metric.with_new_ledger()), ("test", test_metric))
     )
     answers = known(results)

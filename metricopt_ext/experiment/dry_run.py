@@ -143,7 +143,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, at_once: int, wo
     if made.reading is not None and made.reading.columns:
         print_table(COLUMNS, made.reading.rows(), left=len(COLUMNS))
     print_table(["dry run, per seed", ""], [list(row) for row in rows], left=2)
-    shared = f" They are for one process: {world} ranks share queries and rollouts." if at_once == 1 < world else ""
+    shared = f" They are for one process: {world} ranks share the queries of a search." if at_once == 1 < world else ""
     notes = [
         "Times are estimates: one evaluation and one loss step were timed and multiplied by the planned numbers. They"
         " leave out fits of f, its proposals, the training of other methods, and plots." + shared,

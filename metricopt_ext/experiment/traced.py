@@ -8,7 +8,6 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.experiment.method import Meter, Reached
 from metricopt_ext.methods.constrained import ranked
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.ledger import Ledger
@@ -72,5 +71,5 @@ class Spent:
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
     """Return the task with a ledger of its own that refuses any query beyond so many; its metric may keep a file."""
     metric = task.metric.with_new_ledger()
-    metric.ledger = Ledger(queries)
-    return task.judged_by(metric if metric.kept_in is None else CachedMetric(metric, metric.kept_in))
+    metric.ledger, metric.log = Ledger(queries), task.metric.log
+    return task.judged_by(metric)

@@ -19,7 +19,6 @@ from metricopt_ext.methods.recipe_settings import LEAST_TASKS, StepWeights
 from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
-from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.rollout import Ends, Policy, check_observations, collect, rollout
@@ -145,7 +144,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             seed=seed,
             ends=self.ends,
         )
-        return distributed.on_first(lambda: self.learn(trajectories, seed))
+        return self.learn(trajectories, seed)
 
     def tasks(self, queries: int) -> int:
         """Return how many tasks can be learned from, with `END_QUERIES` queries kept for the ends.
@@ -172,10 +171,10 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, callback, seed = context.task, context.callback, context.seed
-        with context.folder.counted(task.metric, context.queries) as cached:
-            store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
-            context.retell(store, cached)
+        callback, seed = context.callback, context.seed
+        with context.folder.counted(context.task, context.queries) as task:
+            store, ledger = context.folder.trajectories, task.metric.ledger
+            context.retell(task, store)
             callback.stage("meta-train")
             f = self.meta_train(task, tasks=context.size["tasks"], seed=seed, store=store)
             assert f.quality is not None  # `learn` has measured it
@@ -185,7 +184,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             loss_only = finetune(task, self.loss_only(), self.steps, seed)[-1]
             path = self.meta_test(task, f, start, seed=seed, index=FRESH)
             before, ends = ledger.spent, {"start": start, "loss_finetune": loss_only, "metricopt": path[-1]}
-            evaluated = evaluate_ends(counted, ends)
+            evaluated = evaluate_ends(task, ends)
         decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
             **outcome(task.metric, evaluated, decision, ends),

@@ -19,7 +19,6 @@ from metricopt_ext.methods.guard import decide_among
 from metricopt_ext.methods.result import Details, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
-from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned_objective import LearnedObjective
@@ -209,10 +208,10 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
 
     def run(self, context: Context) -> Result[LearnedDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, callback, seed = context.task, context.callback, context.seed
-        with context.folder.counted(task.metric, context.queries) as cached:
-            store, ledger, counted = context.folder.trajectories, cached.ledger, task.judged_by(cached)
-            context.retell(store, cached)
+        callback, seed = context.callback, context.seed
+        with context.folder.counted(context.task, context.queries) as task:
+            store, ledger = context.folder.trajectories, task.metric.ledger
+            context.retell(task, store)
             learned = self.meta_train(
                 task,
                 iterations=context.size["iterations"],
@@ -223,10 +222,10 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             )
             before = ledger.spent
             callback.stage("meta-test")
-            path = self.meta_test(counted, learned.rule, task.origin(), seed=seed)
+            path = self.meta_test(task, learned.rule, task.origin(), seed=seed)
             loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
             ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
-            evaluated = evaluate_ends(counted, ends)
+            evaluated = evaluate_ends(task, ends)
         decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
             **outcome(task.metric, evaluated, decision, ends),
@@ -288,7 +287,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 if training.iteration % max(1, iterations // 10) == 0:
                     callback.stage(f"optimizer {training.iteration}/{iterations}")
                 training.advance()
-                if checkpoint is not None and distributed.rank() == 0:
+                if checkpoint is not None:
                     training.save(checkpoint)
         return training.result()
 
@@ -311,8 +310,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
 
         def cost_at(phi: Tensor, step: int) -> Tensor:
             if step in observed:
-                (evaluation,) = task.evaluate_at(phi, "meta_test", f"meta-test, step {step}; ")
-                cost[0] = evaluation.cost
+                cost[0] = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost
             return cost.to(phi)
 
         run = unroll(task, rule, start[None], steps=self.steps, seed=seed, indices=[index], cost_at=cost_at)
@@ -343,10 +341,8 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 if known is not None:
                     costs[row] = known.cost[known.observed == step].item()
                     continue
-                where = (
-                    f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept; "
-                )
-                evaluations[row] += task.evaluate_at(phi[row][None], "collect", where)
+                where = f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
+                evaluations[row].append(task.evaluate(phi[row], "collect", where))
                 costs[row] = evaluations[row][-1].cost
             return costs.to(phi)
 
@@ -487,17 +483,10 @@ class _Training:
         self.objectives: list[float] = []
 
     def advance(self) -> None:
-        """Run one meta-iteration (lines 3-7); of ranks, all observe the metric, and the first one learns."""
+        """Run one meta-iteration (lines 3-7)."""
         new = self.settings.collect(  # line 3
             self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed
         )
-        state = distributed.on_first(lambda: self._learned(new))
-        if distributed.rank() > 0:
-            self._take(state)
-        self.iteration += 1
-
-    def _learned(self, new: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Learn from new trajectories (lines 4-7), and return the state."""
         settings, task, f, i = self.settings, self.task, self.value.f, self.iteration
         with torch.no_grad():
             self.predicted.append(f.cpu()(torch.cat([t.observed_phi for t in new])).double())
@@ -511,7 +500,7 @@ class _Training:
             self.objectives.append(value)
         f.cpu()
         self.value.update(1 - i / self.iterations)  # line 7
-        return self._state()
+        self.iteration += 1
 
     def _label(self, new: Sequence[Trajectory]) -> None:
         self.labelled.append(self.settings.labels(new))
@@ -561,10 +550,9 @@ class _Training:
         Raises:
             FileFormatError: The file is corrupt.
         """
-        kept = distributed.on_first(lambda: read_tensors(path, CHECKPOINT_FORMAT) if path.exists() else None)
-        if kept is None:
+        if not path.exists():
             return
-        tensors, described = kept
+        tensors, described = read_tensors(path, CHECKPOINT_FORMAT)
         with content_of(path, "state of a joint training"):
             check_integer(1, iteration=described["iteration"])
             adam, value = _under("adam.", tensors), _under("value.", tensors)

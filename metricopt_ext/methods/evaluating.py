@@ -2,16 +2,17 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import RankError
+from metricopt_ext.methods.agreement import alike
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
@@ -25,11 +26,12 @@ from metricopt_ext.search.asking import Asking, Trial, labelled
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.settings import Value
-from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.task import FinetuneTask, located
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
 
@@ -47,6 +49,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
     takes_starts: ClassVar[bool] = True
     takes_constraints: ClassVar[bool] = True
     takes_settings: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
 
     def __init__(self, search: SearchStrategy) -> None:
         self.search, self.grows = search, search.anytime
@@ -116,6 +119,7 @@ class Evaluating:
     ) -> None:
         self.task, self.asking, self.callback, self.run = task, asking, callback, run
         self._stage, self._of_queries, self._seconds, self._new = "", 0, 0.0, 0
+        self._alike = distributed.world() == 1  # whether all ranks were seen to find the same value
 
     @property
     def seconds(self) -> float:
@@ -163,8 +167,9 @@ class Evaluating:
         metric, stage = self.task.metric, trials[0].stage
         for trial in trials:
             if (known := self.asking.answer(trial.id)) is not None:
-                for _ in metric.repeat(known, stage, trial.at.phi):
-                    yield trial
+                metric.ledger.spend(stage, metric.repeats)
+                yield trial
+                metric.tell(known, stage, trial.at.phi, on_file=True)
         new = [trial for trial in trials if self.asking.log.told(trial.id) is None]
         if not new:
             return
@@ -174,14 +179,45 @@ class Evaluating:
                 return f"at {KEPT.get(new[index].name, f'the start {new[index].name!r}')}"
             return f"query {new[index].id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
-        points, began = torch.stack([each.at.phi for each in new]), time.perf_counter()
-        task = self.task.with_values(new[0].at.settings)
+        began, spent, task = time.perf_counter(), metric.ledger.spent, self.task.with_values(new[0].at.settings)
         with task.adapter.applied(new[0].at):
-            for trial, evaluation in zip(new, task.evaluate_each(points, stage, where), strict=True):
+            for trial, evaluation in zip(new, self._evaluations(task, new, where), strict=True):
                 self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
                 self.asking.tell(trial.id, evaluation)
                 yield trial
+                spent += metric.repeats  # the ledger has all that were evaluated at once already
+                metric.tell(evaluation, stage, trial.at.phi, spent)
                 began = time.perf_counter()
+
+    def _evaluations(
+        self, task: FinetuneTask, trials: Sequence[Trial], where: Callable[[int], str]
+    ) -> Iterator[Evaluation]:
+        """Yield the metric's evaluations of trials, as many at once as there are ranks, each of which books all.
+
+        The first of a run is made by each of them, as one query: what they find must be the same.
+
+        Raises:
+            MetricError: The metric failed.
+            BudgetError: The budget is spent.
+            RankError: Ranks find different values of the first.
+        """
+        ledger, repeats = task.metric.ledger, task.metric.repeats
+
+        def judged(index: int) -> Evaluation:
+            with located(where(index), trials[index].at.phi):
+                return task.judge(trials[index].at.phi)
+
+        at = 0
+        while at < len(trials):
+            possible = int(min(distributed.world() if self._alike else 1, ledger.left / repeats))
+            wave = range(len(trials))[at : at + max(1, possible)]
+            ledger.spend(trials[at].stage, len(wave) * repeats)
+            if self._alike:
+                yield from distributed.each(judged, wave)
+            else:
+                self._alike = True
+                yield alike(task.metric, distributed.everywhere(partial(judged, at)))
+            at += len(wave)
 
 
 def _together(trial: Trial) -> tuple[int, int, dict[str, Value]]:

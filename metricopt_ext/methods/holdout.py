@@ -8,7 +8,6 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
 from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import UNITS
 from metricopt_ext.tasks.task import FinetuneTask
@@ -71,7 +70,9 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
     """
     if result.chosen == "start":
         return result
-    found = {name: _judged(result, task, name) for name in values_of_candidates(result)}
+    found = {
+        name: task.evaluate_start(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)
+    }
     values = {name: task.metric.to_value(each.cost) for name, each in found.items()}
     result = preferred(result, values, task.metric, confidence)
     if result.settings is None or task.settings is None:
@@ -128,12 +129,3 @@ def best_on_holdout(
         return "start", None
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
     return best if verdicts[best].accepted else "start", verdicts[best]
-
-
-def _judged(result: Result[Any], task: FinetuneTask, name: str) -> Evaluation:
-    """Return what a candidate is on the held-out data, in the model of the start that it belongs to."""
-    start = result.start_of(name)
-    judged = task.judged_by(task.metric.of(start)).with_values(start.settings)
-    with task.adapter.applied(start):
-        (evaluation,) = judged.evaluate_at(start.phi[None], "holdout", f"{name!r}; ")
-    return evaluation

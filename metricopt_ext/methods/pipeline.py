@@ -125,17 +125,33 @@ def optimize_metric(
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
         looked = distributed.on_first(task.look)  # first, so that what fails costs nothing
-        result = runner.run(Context(task, queries, folder, shown, size, guard_confidence, seed, starts))
-        if holdout is not None:
-            shown.stage("held-out data")
-            result = confirmed(result, task.judged_by(folder.cached(holdout, HOLDOUT)), guard_confidence)
-        result = distributed.on_first(lambda: looked_at(result, task, looked))
+        context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
+        result = runner.run(context) if runner.shared else run_by_first(runner, context)
+        result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
         base.close()
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result)
         shown.outcome(result.before, result.after)
         shown.done()
     return result
+
+
+def run_by_first(runner: LearningStrategy[Own], context: Context) -> Result[Own]:
+    """Have the first of the ranks run a strategy, whose queries all of them book."""
+    result = distributed.on_first(lambda: runner.run(context))
+    if distributed.rank() > 0:
+        for purpose, spent in result.queries.items():
+            context.task.metric.ledger.spend(purpose, spent)
+    return result
+
+
+def confirmed_by(holdout: Metric | None, result: Result[Own], context: Context) -> Result[Own]:
+    """Return a result with held-out data's choice among its candidates, which a folder keeps; itself without any."""
+    if holdout is None:
+        return result
+    context.callback.stage("held-out data")
+    log = context.folder.log(holdout, HOLDOUT)
+    return confirmed(result, context.task.judged_by(holdout.logged(log)), context.confidence)
 
 
 @contextmanager

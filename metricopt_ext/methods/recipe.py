@@ -29,17 +29,16 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        task, callback, seed = context.task, context.callback, context.seed
-        with context.folder.counted(task.metric, context.queries) as cached:
-            store, ledger = context.folder.trajectories, cached.ledger
-            context.retell(store, cached)
+        callback, seed = context.callback, context.seed
+        with context.folder.counted(context.task, context.queries) as task:
+            store, ledger = context.folder.trajectories, task.metric.ledger
+            context.retell(task, store)
             fit = meta_train(task, tasks=context.size["tasks"], recipe=self, seed=seed, store=store, callback=callback)
-            counted = task.judged_by(cached)
             callback.stage("choose settings")
-            setting = choose_setting(counted, fit, self, seed)
+            setting = choose_setting(task, fit, self, seed)
             before = ledger.spent
             tuned = tune_start(
-                counted,
+                task,
                 fit,
                 recipe=self,
                 setting=setting,

@@ -8,7 +8,6 @@ import torch
 
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.notifying import notifying
@@ -54,16 +53,7 @@ def meta_train(
     """
     recipe = recipe or RecipeSettings()
     store = TrajectoryStore() if store is None else store
-    with distributed.sharing({"tasks": tasks, "seed": seed}):
-        shown = Callback() if callback is None or distributed.rank() > 0 else callback
-        with notifying(task, shown):
-            return _meta_train(task, tasks, recipe, seed, store, shown)
-
-
-def _meta_train(
-    task: FinetuneTask, tasks: int, recipe: RecipeSettings, seed: int, store: TrajectoryStore, callback: Callback
-) -> Fit:
-    store.share()
+    callback = callback or Callback()
 
     def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
         collect(
@@ -79,9 +69,10 @@ def _meta_train(
         )
         return [trajectory for trajectory in store if trajectory.round <= round]
 
-    return learn_in_rounds(
-        collect_round, recipe, tasks=tasks, seed=seed, callback=callback, device=task.origin().device
-    )
+    with notifying(task, callback):
+        return learn_in_rounds(
+            collect_round, recipe, tasks=tasks, seed=seed, callback=callback, device=task.origin().device
+        )
 
 
 def _collection_policy(fit: Fit | None, recipe: RecipeSettings, seed: int, chunk: Sequence[int]) -> Policy:
@@ -123,12 +114,12 @@ def learn_in_rounds(
         skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
         callback.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
-        fit = distributed.on_first(partial(recipe.fit, seen, seed))
+        fit = recipe.fit(seen, seed)
         fit.f.to(device)
         assert fit.f.quality is not None  # the fit has measured it
         callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
     assert fit is not None
-    half_fits = tuple(f.to(device) for f in distributed.on_first(lambda: _fit_halves(seen, recipe, seed)))
+    half_fits = tuple(f.to(device) for f in _fit_halves(seen, recipe, seed))
     assert fit.f.quality is not None
     callback.say(f"value function ({fit.f.kind}): held-out Spearman {fit.f.quality.spearman:.2f}")
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)

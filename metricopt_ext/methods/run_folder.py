@@ -12,7 +12,6 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_identity import FORMAT, claim_open
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import Held, fingerprint_of_files, sole_writer
-from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -54,7 +53,7 @@ class RunFolder:
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
-        store = distributed.on_first(lambda: TrajectoryStore(folder, self.identity))
+        store = TrajectoryStore(folder, self.identity)
         store.check = self.check_held
         return store
 
@@ -132,22 +131,22 @@ class RunFolder:
         remove_unfinished(path / TRAJECTORIES)
 
     @contextmanager
-    def counted(self, metric: Metric, queries: int) -> Iterator[CachedMetric]:
-        """Count the run in its own ledger, which the metric's ledger is charged for by `keep`.
+    def counted(self, task: FinetuneTask, queries: int) -> Iterator[FinetuneTask]:
+        """Count a run in its own ledger, which the metric's ledger is charged for by `keep`.
 
-        What an interrupted run evaluated is read from its file and booked as before; what it collected has other files.
-        A run with a folder that fails before all is kept is not charged: its work is reused when it is resumed. Without
-        a folder it is charged for what it spent.
+        What an interrupted run evaluated is read from the log and booked as before. A run with a folder that fails
+        before all is kept is not charged: its work is reused when it is resumed. Without a folder it is charged for
+        what it spent.
 
         Args:
-            metric: Has the run's ledger meanwhile. Collected trajectories have their own files.
+            task: Its metric has the run's ledger meanwhile.
             queries: The run's budget.
 
         Yields:
-            A metric that keeps its evaluations in the folder.
+            The task, whose metric keeps its evaluations in the folder.
         """
-        with self.own_ledger(metric, queries):
-            yield self.cached(metric, EVALUATIONS)
+        with self.own_ledger(task.metric, queries):
+            yield task.judged_by(task.metric.logged(self.log(task.metric)))
 
     @contextmanager
     def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
@@ -161,13 +160,9 @@ class RunFolder:
             if self.path is None:
                 self._charge()
 
-    def cached(self, metric: Metric, name: str) -> CachedMetric:
-        """Return a metric that keeps its evaluations in a file of the folder; its ledger is its own."""
-        return CachedMetric(metric, None if self.path is None else self.path / name, self.check_held)
-
-    def log(self, metric: Metric) -> Log:
-        """Return the run's log; of ranks that share it, the first one's is in the folder, the others' in memory."""
-        path = None if self.path is None else self.path / EVALUATIONS
+    def log(self, metric: Metric, name: str = EVALUATIONS) -> Log:
+        """Return a log of the run; of ranks that share it, the first one's is in the folder, the others' in memory."""
+        path = None if self.path is None else self.path / name
         log = distributed.only_first(lambda: Log(path, metric, self.check_held)) or Log(None, metric)
         log.entries, log.sittings = distributed.on_first(lambda: (log.entries, log.sittings))
         return log

@@ -12,8 +12,6 @@ from metricopt_ext.methods.result import Own, Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
-from metricopt_ext.tasks.cached_metric import CachedMetric
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TrajectoryStore
@@ -45,14 +43,12 @@ class Context:
     seed: int = 0
     starts: Mapping[str, Start | StartLine] = field(default_factory=dict)
 
-    def retell(self, store: TrajectoryStore, cached: CachedMetric) -> None:
-        """Book the queries of trajectories on file, which are not collected again, and tell of them."""
-        metric = self.task.metric
-        self.callback.on_file((store.queries + cached.on_file) * metric.repeats)
+    def retell(self, task: FinetuneTask, store: TrajectoryStore) -> None:
+        """Book the queries of trajectories on file, which are not collected again, and tell of them, from the log."""
+        log = task.metric.log
+        self.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
         for trajectory in store:
-            for cost in trajectory.cost.tolist():
-                metric.ledger.spend("collect", metric.repeats)
-                metric.tell(Evaluation(cost), "collect", on_file=True)
+            task.evaluate_at(trajectory.observed_phi.to(task.origin()), "collect", "a trajectory on file, ")
 
 
 class LearningStrategy(ABC, Generic[Own]):
@@ -64,12 +60,14 @@ class LearningStrategy(ABC, Generic[Own]):
         takes_starts: Whether a run may begin from the best of several starts.
         takes_constraints: Whether it respects what the metric is subject to.
         takes_settings: Whether it tunes settings of inference.
+        shared: Whether ranks share its work; else the first one runs it, and the others wait for its result.
         grows: Whether a finished run can go on with more queries.
     """
 
     takes_starts: ClassVar[bool] = False
     takes_constraints: ClassVar[bool] = False
     takes_settings: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
     grows: bool = False
 
     @abstractmethod

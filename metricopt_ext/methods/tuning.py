@@ -118,14 +118,14 @@ def _tuned(
     evaluations: dict[str, Evaluation] = {}
     for name, phi in ends.items():
         same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
-        evaluations[name] = evaluations[same] if same else evaluate(task, phi, "guard", f"end guard, {name}")
+        evaluations[name] = evaluations[same] if same else task.evaluate(phi, "guard", f"end guard, {name}")
 
     crossed = []
     if fit.f.trusted:
         for half, f in enumerate(fit.half_fits):
             # With half the data f may look untrusted; not following it here would show no optimism at all.
             end = follow(replace(metric_policy(f, recipe, setting), even_untrusted=True))[-1]
-            crossed.append(evaluate(task, end, "guard", f"cross-check, half {half}"))
+            crossed.append(task.evaluate(end, "guard", f"cross-check, half {half}"))
     led = optimism_of_gain(crossed)
     decision = decide_among(evaluations, list(fit.visited), guard_confidence, {"metricopt": led})
     return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
@@ -133,7 +133,7 @@ def _tuned(
 
 def evaluate_ends(task: FinetuneTask, ends: Mapping[str, Tensor]) -> dict[str, Evaluation]:
     """Evaluate the metric at each end, ``d``, one query each."""
-    return {name: evaluate(task, phi, "guard", f"end guard, {name}") for name, phi in ends.items()}
+    return {name: task.evaluate(phi, "guard", f"end guard, {name}") for name, phi in ends.items()}
 
 
 def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: int) -> StepWeights:
@@ -150,9 +150,8 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: i
     policy = MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps)
     trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
     points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
-    costs: list[float] = []
-    for evaluation in task.evaluate_each(points[:, -1], "choose", lambda trial: f"choosing settings, trial {trial}"):
-        costs.append(evaluation.cost)
+    ends = enumerate(points[:, -1])
+    costs = [task.evaluate(phi, "choose", f"choosing settings, trial {trial}").cost for trial, phi in ends]
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]
 
 
@@ -175,9 +174,3 @@ def metric_policy(f: ValueFunction, recipe: RecipeSettings, setting: StepWeights
     """Return the step rule of finetuning under a setting."""
     loss_weight, metric_step = setting
     return MetricOptStep(f, recipe.lr, metric_step, loss_weight, recipe.steps)
-
-
-def evaluate(task: FinetuneTask, phi: Tensor, purpose: str, where: str) -> Evaluation:
-    """Evaluate the metric at one phi, ``d``."""
-    (evaluation,) = task.evaluate_at(phi[None], purpose, f"{where}; ")
-    return evaluation

@@ -107,6 +107,10 @@ class Entry:
             raise ValueError(f"a point of {len(self.phi)} numbers, where phi has {len(like)}")
         return torch.tensor(self.phi, dtype=torch.float64).to(like)
 
+    def same_point(self, phi: Tensor) -> bool:
+        """Whether it is at a point, ``d``, but for rounding."""
+        return bool((self.at(phi).double() - phi.double()).norm() <= SAME * phi.double().norm())
+
     def check(self, scale: CostScale) -> None:
         """Refuse numbers that no evaluation has.
 
@@ -164,6 +168,7 @@ class Log:
         self.entries: dict[int, Entry] = {}
         self.sittings: list[Sitting] = []
         self._size = 0  # bytes that are known
+        self._unclaimed: list[Entry] = []  # of an earlier process, that were not asked for again yet
         if path is not None and path.exists():
             self._read(path)
 
@@ -176,6 +181,18 @@ class Log:
     def answered(self) -> int:
         """How many points were evaluated, those that failed among them."""
         return sum(not each.open and not each.given_up for each in self.entries.values())
+
+    def recall(self, at: Start) -> Evaluation | None:
+        """Return an evaluation of a point that an earlier process left; each is returned once, in their order."""
+        for entry in self._unclaimed:
+            if entry.evaluation and entry.is_of(at) and len(entry.phi) == len(at.phi) and entry.same_point(at.phi):
+                self._unclaimed.remove(entry)
+                return entry.evaluation
+        return None
+
+    def keep(self, at: Start, evaluation: Evaluation, asked: int) -> None:
+        """Append an evaluation of a point; it is on disk when this returns."""
+        self.append([Entry.of(len(self.entries), at).told(evaluation, asked)])
 
     def sit(self, budget: int) -> list[int]:
         """Note how many evaluations the run may make from now on, at least as many as before.
@@ -262,14 +279,9 @@ class Log:
             raise FileFormatError(
                 f"{path} holds no evaluations of the metric: {brief(error)}; use another output folder"
             ) from error
-        self._size = len(content) - len(torn)
+        self._size, self._unclaimed = len(content) - len(torn), [each for _, each in sorted(self.entries.items())]
 
 
 def digest_of(start: Start) -> str:
     """Return the digest of what a start puts in place of the model's own tensors; empty if that is nothing."""
     return fingerprint(start.replaced) if start.replaced else ""
-
-
-def same_point(a: Tensor, b: Tensor) -> bool:
-    """Whether two points, ``d``, are the same but for rounding."""
-    return bool((a.double() - b.double()).norm() <= SAME * b.double().norm())

@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import MetricError, RankError, WeightsError
-from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.identity import ROUNDING
+from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
 from metricopt_ext.tasks.halved import Halved, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.settings import Values, needs, takes
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
@@ -31,10 +30,6 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.weights import Watched
 from metricopt_ext.utils.words import and_more, brief, counted
-
-Item = TypeVar("Item")
-
-CHANCE = 1e-6  # how unlikely a difference of noisy values must be to be one of data
 
 
 class Query(NamedTuple):
@@ -96,7 +91,7 @@ class Metric(CostScale):
         takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
         callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
             one begin with the same callbacks.
-        kept_in: A file for the queries of a method of a comparison, which keeps them; None for none.
+        log: Keeps the evaluations, and answers what was asked in an earlier process (`logged`); None for none.
 
     Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
@@ -111,7 +106,7 @@ class Metric(CostScale):
     subject_to: dict[str, str]
     constraints: tuple[Constraint, ...]
     takes_model: bool
-    kept_in: Path | None = None
+    log: Log | None = None
 
     def __init__(
         self,
@@ -139,7 +134,6 @@ class Metric(CostScale):
         self.callbacks: list[OnQuery] = []
         self._lacked = False
         self._pairs = 0  # how many it reports, once known
-        self._compared = 0  # the session of `distributed` in which all were seen to find the same value
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -154,6 +148,7 @@ class Metric(CostScale):
     def with_settings(self, **changes: Any) -> "Metric":
         """Return the same metric, with an empty ledger and other ``settings``; of a subclass, one of it."""
         metric = copy.copy(self)
+        metric.log = None
         Metric.__init__(metric, self.function, **{**self.settings, **changes})
         metric.callbacks = list(self.callbacks)
         return metric
@@ -161,8 +156,14 @@ class Metric(CostScale):
     def with_callbacks(self, *callbacks: OnQuery) -> "Metric":
         """Return the same metric, with the same ledger, and more callbacks."""
         metric = self.with_settings()
-        metric.ledger = self.ledger
+        metric.ledger, metric.log = self.ledger, self.log
         metric.callbacks += callbacks
+        return metric
+
+    def logged(self, log: Log) -> "Metric":
+        """Return the same metric, with the same ledger and callbacks, that keeps its evaluations."""
+        metric = copy.copy(self)
+        metric.log = log
         return metric
 
     @contextmanager
@@ -174,10 +175,6 @@ class Metric(CostScale):
             yield
         finally:
             self.callbacks[:] = before
-
-    def of(self, start: Start) -> "Metric":
-        """Return the metric of models to which a start is applied; one that keeps its evaluations tells them apart."""
-        return self
 
     def cost(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
@@ -194,36 +191,28 @@ class Metric(CostScale):
             BudgetError: The budget is spent; the metric was not evaluated.
             MetricError: As from `judge`. The query still counts.
         """
-        (evaluation,) = self.each(self.judge, [model], purpose)
-        return evaluation
+        return self.ask(partial(self.judge, model), purpose, model, Start(phi_of(model)))
 
-    def each(self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str) -> Iterator[Evaluation]:
-        """Yield the evaluation of each item, in order; one query each, or as many as it is repeated.
-
-        Ranks that share the work (`distributed`) evaluate as many items at once as there are of them, and each books
-        all. The first is evaluated by each of them, as one query: what they find must be the same.
+    def ask(self, judged: Callable[[], Evaluation], purpose: str, item: Any, at: Start) -> Evaluation:
+        """Return an evaluation that is on file, or else has to be made; one query, or as many as it is repeated.
 
         Args:
-            judged: ``judged(item)`` has `judge` evaluate a model.
-            items: Models, or phi, ``d``.
+            judged: Has `judge` evaluate a model.
             purpose: What the ledger books the queries under.
+            item: What the callbacks are told of: a model, or phi, ``d``.
+            at: What the log knows it by.
 
         Raises:
-            BudgetError: The budget is spent; the next item was not evaluated.
-            MetricError, WeightsError: As from `judge`. What was evaluated at once with it counts too.
-            RankError: Ranks that share the work find different values of the first item.
+            BudgetError: The budget is spent; the metric was not evaluated.
+            MetricError, WeightsError: As from `judge`. The query still counts.
         """
-        spent = self.ledger.spent
-        for item, evaluation in zip(items, self.answers(judged, items, purpose), strict=True):
-            yield evaluation
-            spent += self.repeats  # the ledger has all that were evaluated at once already
-            self.tell(evaluation, purpose, item, spent)
-
-    def repeat(self, evaluation: Evaluation, purpose: str, item: Item | None = None) -> Iterator[Evaluation]:
-        """Yield an evaluation that is on file, which is booked and told like a new one; see `each`."""
         self.ledger.spend(purpose, self.repeats)
-        yield evaluation
-        self.tell(evaluation, purpose, item, on_file=True)
+        known = None if self.log is None else self.log.recall(at)
+        evaluation = judged() if known is None else known
+        if self.log is not None and known is None:
+            self.log.keep(at, evaluation, self.repeats)
+        self.tell(evaluation, purpose, item, on_file=known is not None)
+        return evaluation
 
     def tell(
         self, evaluation: Evaluation, purpose: str, item: Any = None, spent: int | None = None, *, on_file: bool = False
@@ -234,55 +223,6 @@ class Metric(CostScale):
             query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, spent, on_file)
             for callback in tuple(self.callbacks):
                 callback(query)
-
-    def answers(
-        self, judged: Callable[[Item], Evaluation], items: Sequence[Item], purpose: str
-    ) -> Iterator[Evaluation]:
-        """Yield the evaluations that `each` passes on, and tell nobody."""
-        at = 0
-        while at < len(items):
-            compared = distributed.world() == 1 or self._compared == distributed.session()
-            possible = int(min(distributed.world() if compared else 1, self.ledger.left / self.repeats))
-            wave = items[at : at + max(1, possible)]
-            self.ledger.spend(purpose, len(wave) * self.repeats)
-            yield from distributed.each(judged, wave) if compared else [self._on_all_ranks(partial(judged, wave[0]))]
-            at += len(wave)
-
-    def _on_all_ranks(self, judged: Callable[[], Evaluation]) -> Evaluation:
-        """Return the first rank's evaluation of an item, if all find the same."""
-        first, *others = distributed.everywhere(judged)
-        for number, other in enumerate(others, 1):
-            if not self._agree(first, other):
-                raise RankError(
-                    f"metric {self.name!r} is {self._shown(first)} on rank 0, but {self._shown(other)} on rank"
-                    f" {number}, for the same model: each rank's metric must see all the data (no shard of it, no"
-                    " DistributedSampler), and draw the same at random"
-                )
-        self._compared = distributed.session()
-        return first
-
-    def _agree(self, a: Evaluation, b: Evaluation) -> bool:
-        """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
-
-        def close(cost: float, other: float) -> bool:
-            smallest = 1e-9 if self.bounds is None else 1e-6 * self.scale  # single precision, of what is close to 0
-            return math.isclose(self.to_value(cost), self.to_value(other), rel_tol=ROUNDING, abs_tol=smallest)
-
-        if self.repeats == 1:
-            values, others = ((each.cost, *(each.halves or ()), *chain(*each.pairs)) for each in (a, b))
-            same = len(values) == len(others) and all(map(close, values, others))
-            return same and _agree_besides(a.also or {}, b.also or {})
-        spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
-        if close(a.cost, b.cost) or not spread:
-            return close(a.cost, b.cost)
-        from scipy.special import stdtr  # of Student's t distribution
-
-        return bool(2 * stdtr(2 * (self.repeats - 1), -abs(a.cost - b.cost) / spread) > CHANCE)
-
-    def _shown(self, evaluation: Evaluation) -> str:
-        """Return an evaluation in the metric's own units."""
-        halves = [f"{self.to_value(half):.6g}" for half in evaluation.halves or ()]
-        return f"{self.to_value(evaluation.cost):.6g}" + (f" (halves {', '.join(halves)})" if halves else "")
 
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.
@@ -452,9 +392,12 @@ def _mean_besides(known: Sequence[Mapping[str, float]]) -> dict[str, float] | No
     return {name: mean(each[name] for each in known) for name in names} or None
 
 
-def _agree_besides(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
-    """Whether the same was told besides the metric but for rounding."""
-    return a.keys() == b.keys() and all(math.isclose(a[n], b[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a)
+def phi_of(model: nn.Module) -> Tensor:
+    """Return a model's phi, ``d``; that of one without an adapter has no numbers."""
+    try:
+        return Adapter(model).phi.detach()
+    except AdapterError:
+        return torch.zeros(0)
 
 
 def _takes_model(function: Callable[..., Any]) -> bool:

@@ -6,7 +6,6 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
@@ -118,7 +117,6 @@ def collect(
 
     No step depends on the metric, so each chunk of ``task.at_once`` tasks runs first and is evaluated afterwards,
     task by task; each task is stored once its K queries are done. Tasks already in the store are not evaluated again.
-    Ranks that share the work run as many chunks at once as there are of them, and then as many evaluations.
 
     Args:
         task: What is finetuned.
@@ -139,31 +137,21 @@ def collect(
         BudgetError: The metric's budget ran out; finished trajectories are in the store.
         MetricError: The metric failed; finished trajectories are in the store.
     """
-    chunks = [indices[at : at + task.at_once] for at in range(0, len(indices), task.at_once)]
-    unfinished = [chunk for chunk in chunks if any(store.get(round, index) is None for index in chunk)]
-
-    def run(chunk: Sequence[int]) -> tuple[Tensor, Tensor]:
+    for at in range(0, len(indices), task.at_once):
+        chunk = indices[at : at + task.at_once]
+        if all(store.get(round, index) is not None for index in chunk):
+            continue
         starts = task.starts(start_std, seed, chunk)
-        return rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
-
-    for at in range(0, len(unfinished), distributed.world()):
-        together = unfinished[at : at + distributed.world()]
-        runs = list(distributed.each(run, together))
-        missing = [
-            (index, phi[row], loss[row], observation_steps(steps, evals, seed, index, ends=ends))
-            for chunk, (phi, loss) in zip(together, runs, strict=True)
-            for row, index in enumerate(chunk)
-            if store.get(round, index) is None
-        ]
-
-        def where(i: int, missing: Sequence[tuple[int, Tensor, Tensor, Tensor]] = missing) -> str:
-            index, _, _, observed = missing[i // evals]
-            step = int(observed[i % evals])
-            return f"round {round}, task {index}, step {step}; {len(store)} finished trajectories are kept"
-
-        points = torch.cat([phi[observed] for _, phi, _, observed in missing])
-        of_each = zip(*[task.evaluate_each(points, "collect", where)] * evals, strict=False)  # K at a time
-        for (index, phi, loss, observed), own in zip(missing, of_each, strict=True):
+        phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
+        for row, index in enumerate(chunk):
+            if store.get(round, index) is not None:
+                continue
+            observed = observation_steps(steps, evals, seed, index, ends=ends)
+            kept = f"{len(store)} finished trajectories are kept"
+            own = [
+                task.evaluate(phi[row, step], "collect", f"round {round}, task {index}, step {step}; {kept}")
+                for step in observed.tolist()
+            ]
             signature = task.adapter.signature
-            store.add(Trajectory.of(round, index, phi.cpu(), loss.cpu(), observed, own, signature))
+            store.add(Trajectory.of(round, index, phi[row].cpu(), loss[row].cpu(), observed, own, signature))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -17,11 +17,10 @@ from metricopt_ext.adapters.effect import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
-from metricopt_ext.runtime import distributed
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Metric, phi_of
 from metricopt_ext.tasks.population import Population, Together, alike, choose, together
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.checks import check_integer
@@ -251,11 +250,6 @@ class FinetuneTask:
                 held.enter_context(self.settings.applied(values, model))
             yield model
 
-    def evaluate_start(self, start: Start, purpose: str) -> Evaluation:
-        """Evaluate the metric at a start, with its settings of inference in force; one query."""
-        with self.adapter.applied(start):
-            return self.with_values(start.settings).evaluate(start.phi, purpose)
-
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
         return self._with("metric", metric)
@@ -348,11 +342,33 @@ class FinetuneTask:
         with seeded_streams(0, phi.device):
             return float(own._loss(phi, own.batches(seed, 0, 0)).detach())
 
-    def evaluate(self, phi: Tensor, purpose: str) -> Evaluation:
-        """Evaluate the metric at one phi, ``d``; one query."""
-        self.adapter.check_phi(phi)
-        (evaluation,) = self.metric.each(self._judge, [phi], purpose)
-        return evaluation
+    def evaluate(self, phi: Tensor, purpose: str, where: str = "") -> Evaluation:
+        """Evaluate the metric at one phi, ``d``, of the model as it is; one query.
+
+        Args:
+            phi: The point.
+            purpose: What the ledger books the query under.
+            where: What an error's message says of the point.
+
+        Raises:
+            MetricError: The metric failed.
+            BudgetError: The budget is spent.
+        """
+        return self._asked(Start(phi), purpose, where)
+
+    def evaluate_start(self, start: Start, purpose: str, where: str = "") -> Evaluation:
+        """Evaluate the metric at a start, with its settings of inference in force; one query (see `evaluate`)."""
+        with self.adapter.applied(start):
+            return self.with_values(start.settings)._asked(start, purpose, where)
+
+    def _asked(self, at: Start, purpose: str, where: str) -> Evaluation:
+        self.adapter.check_phi(at.phi)
+        with located(where, at.phi):
+            return self.metric.ask(partial(self.judge, at.phi), purpose, at.phi, at)
+
+    def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
+        """Evaluate the metric at ``n x d`` points; n queries (see `evaluate`)."""
+        return [self.evaluate(each, purpose, f"{where}point {i} of {len(phi)}") for i, each in enumerate(phi)]
 
     def cost(self, phi: Tensor, purpose: str) -> float:
         """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
@@ -360,41 +376,7 @@ class FinetuneTask:
 
     def cost_of(self, model: nn.Module, purpose: str) -> float:
         """Evaluate the metric on another model, with the settings of inference in force, and return the cost."""
-        (evaluation,) = self.metric.each(self._judged, [model], purpose)
-        return evaluation.cost
-
-    def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
-        """Evaluate the metric at ``n x d`` points; n queries.
-
-        Raises:
-            MetricError: The metric failed; the message says at which point.
-        """
-        return list(self.evaluate_each(phi, purpose, lambda i: f"{where}point {i} of {len(phi)}"))
-
-    def evaluate_each(self, phi: Tensor, purpose: str, where: Callable[[int], str]) -> Iterator[Evaluation]:
-        """Yield the metric's evaluations at ``n x d`` points, one by one; n queries.
-
-        Ranks that share the work evaluate as many at once as there are of them, at the first rank's points.
-
-        Args:
-            phi: The points.
-            purpose: What the ledger books the queries under.
-            where: Says in an error's message where point ``i`` belongs.
-
-        Raises:
-            MetricError: The metric failed.
-            BudgetError: The budget is spent.
-        """
-        points = distributed.on_first(lambda: list(phi))
-        for point in points[:1]:
-            self.adapter.check_phi(point)
-        evaluations = self.metric.each(self._judge, points, purpose)
-        for i, point in enumerate(points):
-            try:
-                yield next(evaluations)
-            except MetricError as error:
-                raise type(error)(f"{error} ({where(i)}, |phi| = {point.norm():.3g})") from error
-        next(evaluations, None)  # the last is told of, too
+        return self.metric.ask(partial(self._judged, model), purpose, model, Start(phi_of(model))).cost
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
@@ -405,16 +387,16 @@ class FinetuneTask:
         """
         before = checksums(self.adapter.model)
         yield
-        for sums in distributed.each(lambda _: checksums(self.adapter.model), range(distributed.world())):
-            changed = [name for name, each in before.items() if sums.get(name) != each]
-            if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
-                raise WeightsError(
-                    f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
-                    " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
-                )
+        after = checksums(self.adapter.model)
+        changed = [name for name, each in before.items() if after.get(name) != each]
+        if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
+            raise WeightsError(
+                f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
+                " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
+            )
 
-    def _judge(self, phi: Tensor) -> Evaluation:
-        """Judge the model at phi, which is copied into the model's own parameter meanwhile.
+    def judge(self, phi: Tensor) -> Evaluation:
+        """Judge the model at phi, ``d``, which is copied into its own parameter meanwhile, without booking a query.
 
         So a metric that exports the model, or reads its state dict, judges the right one.
         """
@@ -571,6 +553,16 @@ class FinetuneTask:
         assert isinstance(self.loss, OutputLoss)
         with self.adapter.using(phi) as model:
             return self.loss.forward(model, batch)
+
+
+@contextmanager
+def located(where: str, phi: Tensor) -> Iterator[None]:
+    """Have an error of the metric say where it was asked."""
+    try:
+        yield
+    except MetricError as error:
+        place = f"{where}, " if where else ""
+        raise type(error)(f"{error} ({place}|phi| = {phi.norm():.3g})") from error
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_noise
 from metricopt_ext.utils.described import from_json
@@ -116,22 +115,15 @@ class TrajectoryStore:
         return self._items.get((round, index))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Store a finished trajectory; once this returns, it survives a kill.
-
-        Ranks that share the work all store it, the first one in the folder.
-        """
+        """Store a finished trajectory; once this returns, it survives a kill."""
         key = trajectory.round, trajectory.index
         if key in self._items:
             raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
-        if self.folder is not None and distributed.rank() == 0:
+        if self.folder is not None:
             if self.check is not None:
                 self.check()
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
         self._items[key] = trajectory
-
-    def share(self) -> None:
-        """Take what the first of the ranks that share the work has."""
-        self._items = distributed.on_first(lambda: self._items)
 
     @property
     def queries(self) -> int:

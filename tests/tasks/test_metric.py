@@ -191,24 +191,19 @@ def test_repeats_are_averaged_and_counted() -> None:
     assert noise_of(pooled[2:]) == noise_of([]) == 0.0
 
 
-def test_callbacks_are_told_of_each_query_once_whoever_asked_has_the_answer() -> None:
+def test_callbacks_are_told_of_each_query_once() -> None:
     told: list[Query] = []
     metric, model = Metric(returning(0.25, 0.75, 0.5, 0.5, 0.5), maximize=True, bounds=(0, 2)), nn.Identity()
     with metric.calling(told.append), metric.calling(told.append):
-        answers = metric.each(metric.judge, [model, model], "search")
-        assert (next(answers).cost, told) == (0.875, [])  # the first is told once the second is asked for
-        assert next(answers).cost == 0.625
-        assert list(answers) == []
-        assert list(metric.repeat(Evaluation(0.25), "on file")) == [Evaluation(0.25)]
+        assert [metric.cost(model, "search") for _ in range(2)] == [0.875, 0.625]
         metric.with_new_ledger().cost(model, "of a copy")
     metric.cost(model, "outside")
     metric.with_callbacks(told.append).cost(model, "with the same ledger")
-    assert [tuple(query) for query in told[:3]] == [
+    assert [tuple(query) for query in told[:2]] == [
         (model, Evaluation(0.875), 0.25, "search", 1, False),
         (model, Evaluation(0.625), 0.75, "search", 2, False),
-        (None, Evaluation(0.25), 1.5, "on file", 3, True),
     ]
-    assert [(query.purpose, query.spent) for query in told[3:]] == [("of a copy", 1), ("with the same ledger", 5)]
+    assert [(query.purpose, query.spent) for query in told[2:]] == [("of a copy", 1), ("with the same ledger", 4)]
     assert metric.callbacks == []
 
 
@@ -467,70 +462,3 @@ def test_a_change_by_the_user_without_a_trace_is_kept() -> None:
         model[0].weight.data.fill_(value)  # as some optimizers and averages do
         metric.evaluate(model, "test")
         assert model[0].weight.eq(value).all()
-
-
-# --- Ranks ---------------------------------------------------------------------------------------------------------
-
-
-ON_RANKS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from metricopt_ext.errors import RankError
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.runtime import distributed
-
-dist.init_process_group("gloo")
-own, calls = dist.get_rank(), []
-draw = torch.Generator().manual_seed(own)
-
-def summed(model):
-    value = torch.tensor(0.25)
-    dist.all_reduce(value)
-    return float(value)
-
-def on_all(model):
-    calls.append(1)
-    return 0.1 * len(calls), (0.4 + 1e-9 * own, 0.6)
-
-def failing(model):
-    if own == 1:
-        raise OSError("no such file")
-    return 0.5
-
-# A function, further options, and what every rank says: the values of three evaluations, or an error.
-METRICS = {
-    "a shard": (lambda model: 0.6 - 0.1 * own, {}, "0.6 on rank 0, but 0.5 on rank 1"),
-    "halves of a shard": (lambda model: (0.6, (0.5, 0.7 - 0.1 * own)), {}, "all the data"),
-    "other draws": (lambda model: float(torch.rand(1, generator=draw)), {}, "draw the same"),
-    "a failure": (failing, {}, "no such file"),
-    "a sum": (summed, {}, "(allreduce)"),
-    "rounding close to 1": (lambda model: 1 - 1e-6 + 1e-7 * own, {}, 3),
-    "noise": (lambda model: 0.5 + 0.1 * float(torch.rand(1, generator=draw)), {"repeats": 3}, 3),
-    "data beyond noise": (
-        lambda model: 0.5 + 0.3 * own + 1e-3 * float(torch.rand(1, generator=draw)), {"repeats": 5}, "all the data"
-    ),
-    "the same": (on_all, {}, 3),
-}
-for name, (function, options, right) in METRICS.items():
-    metric = Metric(function, maximize=True, **options)
-    try:
-        with distributed.joined(), distributed.sharing():
-            said = len(list(metric.each(metric.judge, [nn.Identity()] * 3, "test")))
-        assert metric.ledger.spent == 3 * metric.repeats
-    except RuntimeError as error:
-        said = str(error)
-    assert said == right if isinstance(right, int) else right in str(said), (name, said)
-assert len(calls) == 2  # the first point, and one of the two others
-assert Metric(summed, maximize=True).evaluate(nn.Identity(), "test").cost == 0.5  # each point together, not joined
-dist.destroy_process_group()
-print(f"rank {own} is done")
-"""
-
-
-@pytest.mark.slow
-def test_ranks_must_find_the_same_and_not_wait_for_each_other(torchrun: Any) -> None:
-    process = torchrun(ON_RANKS, 2)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert output.count("is done") == 2

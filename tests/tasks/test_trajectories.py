@@ -16,7 +16,6 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.tasks.cached_metric import CachedMetric
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.ledger import Ledger
@@ -274,27 +273,34 @@ def counting(stop: int = 99, halves: bool = False, **settings: int) -> Metric:
     return Metric(function, maximize=False, ledger=Ledger(10), **settings)
 
 
-def ask(metric: Metric, *points: float, purpose: str = "x") -> list[Evaluation]:
-    """Evaluate a metric at points of one dimension."""
-    items = [torch.tensor([point], dtype=torch.float64) for point in points]
-
-    def judged(item: Tensor) -> Evaluation:
-        return metric.judge(nn.Identity())
-
-    return list(metric.each(judged, items, purpose))
+def ask(metric: Metric, *points: float, path: Path | None = None, tensors: Any = None) -> list[Evaluation]:
+    """Evaluate a metric at points of one dimension, which a file keeps."""
+    logged = metric.logged(Log(path, metric))
+    starts = [Start(torch.tensor([point], dtype=torch.float64), tensors or {}) for point in points]
+    return [logged.ask(lambda: metric.judge(nn.Identity()), "x", start.phi, start) for start in starts]
 
 
 def test_other_tensors_are_another_model_and_a_point_asked_twice_is_kept_twice(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    ask(CachedMetric(counting(), path), 1.0)
-    start = Start(torch.zeros(1), {"mean": torch.ones(2)})
-    ask(CachedMetric(counting(), path).of(start), 1.0)
+    path, twice = tmp_path / "log.jsonl", tmp_path / "twice.jsonl"
+    ask(counting(), 1.0, path=path)
+    ask(counting(), 1.0, path=path, tensors={"mean": torch.ones(2)})
     assert [bool(each.replaced) for _, each in sorted(Log(path, UNBOUNDED).entries.items())] == [False, True]
-    told = ask(CachedMetric(counting(), tmp_path / "twice.jsonl"), 1.0, 1.0)
+    told = ask(counting(), 1.0, 1.0, path=twice)
     assert [each.cost for each in told] == [0.0, 0.1]
-    assert ask(CachedMetric(counting(), tmp_path / "twice.jsonl"), 1.0, 1.0, 1.0) == [*told, Evaluation(0.0)]
-    remembered = CachedMetric(counting(), None)  # without a file it is the metric
-    assert [remembered.cost(nn.Identity(), "x") for _ in range(3)] == [0.0, 0.1, 0.2]
+    assert ask(counting(), 1.0, 1.0, 1.0, path=twice) == [*told, Evaluation(0.0)]
+    assert [each.cost for each in ask(counting(), 1.0, 1.0, 1.0)] == [0.0, 0.1, 0.2]
+
+
+def test_what_is_on_file_is_booked_and_told_but_not_asked(tmp_path: Path) -> None:
+    ask(counting(), 1.0, 2.0, path=tmp_path / "log.jsonl")
+    metric, told = counting(stop=1), list[Any]()
+    metric.callbacks.append(told.append)
+    ask(metric, 2.0, 3.0, 1.0, path=tmp_path / "log.jsonl")
+    assert [(each.value, each.on_file, each.spent) for each in told] == [
+        (0.1, True, 1),
+        (0.0, False, 2),
+        (0.0, True, 3),
+    ]
 
 
 # --- The log -------------------------------------------------------------------------------------------------------
