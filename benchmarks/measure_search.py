@@ -34,7 +34,6 @@ from metricopt_ext.methods.evaluating import search_results
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import open_run
-from metricopt_ext.methods.starts import with_start
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
@@ -223,16 +222,17 @@ def followed(experiment: Experiment[Any], run: Result) -> float | None:
     if run.fit is None or not run.fit.f.trusted:
         return None
     recipe = Recipe(**vars(experiment.config.finetune))
-    task = with_start(experiment.task, run.candidates[run.started_at])  # the model that f was learned for
-    path = finetune(task, metric_policy(run.fit.f, recipe, recipe.settings[0]), recipe.steps, experiment.seed)
-    return judge(task.judged_by(experiment.test_metric), path[-1])
+    task, start = experiment.task, run.candidates[run.started_at]
+    with task.adapter.applied(start):  # the model that f was learned for
+        path = finetune(task, metric_policy(run.fit.f, recipe, recipe.settings[0]), recipe.steps, experiment.seed)
+    return judge(task.judged_by(experiment.test_metric), replace(start, phi=path[-1]))
 
 
 def tested(experiment: Experiment[Any], run: Result, name: str) -> float:
     """Return the test metric of one of a search's ends."""
     started = run.started_at if name == "search" else name
-    task = with_start(experiment.task, run.candidates[started])
-    return judge(task.judged_by(experiment.test_metric), run.ends[name])
+    end = replace(run.candidates[started], phi=run.ends[name])
+    return judge(experiment.task.judged_by(experiment.test_metric), end)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.style import new_figure, print_written, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import RecipeDetails, Result
-from metricopt_ext.methods.starts import with_start
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.utils.config import load_config
@@ -73,9 +72,9 @@ def draw_value_function(
     if result.fit is None:
         return []
     f = result.fit.f
-    there = with_start(task, result.candidates[result.started_at])
     shown = {**paths, "metricopt": result.path}
-    landscape = plot_landscape(there, f, shown, folder / "landscape.png", grid=grid)
+    with task.adapter.applied(result.candidates[result.started_at]):
+        landscape = plot_landscape(task, f, shown, folder / "landscape.png", grid=grid)
     if not isinstance(result.details, RecipeDetails):
         return [landscape]
     trajectories = result.details.trajectories

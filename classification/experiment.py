@@ -43,7 +43,7 @@ from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
-from metricopt_ext.experiment.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.siblings import SiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import asked_for, planned
@@ -282,13 +282,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def _metric(self) -> MetricSpec:
         return build_metric(self.config.metric, self.config.data.kind)
 
-    def test_error(self, before: State, after: State) -> float | None:
-        """Return the standard error of the test metric's difference between two states.
+    def test_error(self, before: Start, after: Start) -> float | None:
+        """Return the standard error of the test metric's difference between two starts.
 
         Both are judged on the same examples, resampled within classes, where the metric is defined on them.
         """
         part, spec = self.splits.test, self._metric
-        first, second = (scores_at(each.task.adapter, each.phi, part.x) for each in (before, after))
+        first, second = (self._scores(each) for each in (before, after))
         kind = strata(part, spec)
         alike = [(kind == each).nonzero().flatten() for each in kind.unique()]
 
@@ -300,6 +300,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
         error = error_of(difference, within_groups(alike, generator(self.seed, "test_error")))
         return None if math.isnan(error) else error
+
+    def _scores(self, start: Start) -> Tensor:
+        """Return what a start's model computes for the test examples."""
+        with self.task.adapter.applied(start):
+            return scores_at(self.task.adapter, start.phi, self.splits.test.x)
 
     def own_settings(self) -> Settings:
         """Return the classifier's settings: views of its images, and a temperature if it is named."""

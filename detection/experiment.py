@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.halves import random_halves
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
@@ -36,7 +37,7 @@ from metricopt_ext.detection.task import ExampleBatches, InputsOnDisk, detection
 from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
-from metricopt_ext.experiment.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
@@ -165,16 +166,16 @@ class DetectionExperiment(Experiment[DetectionConfig]):
         batches = ExampleBatches(self.splits.train, settings.batch_size)
         return Training(max(1, settings.steps), settings.lr, batches=batches, augment=jittered, train=trained)
 
-    def test_error(self, before: State, after: State) -> float:
-        """Return the standard error of the test metric's difference between two states.
+    def test_error(self, before: Start, after: Start) -> float:
+        """Return the standard error of the test metric's difference between two starts.
 
         Both are judged on the same images, resampled within those that have an object and those that have none.
         """
         splits, metric = self.splits, build_metric(self.config.metric)
         truth = truth_of(splits.test, splits.classes)
 
-        def judged(state: State) -> ValueOn:
-            with state.task.adapter.using(state.phi) as model:
+        def judged(start: Start) -> ValueOn:
+            with self.task.adapter.applied(start) as model:
                 return metric.judge(detect_all(self.used, model, splits.test), truth)
 
         first, second = map(judged, (before, after))

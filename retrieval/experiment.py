@@ -18,7 +18,7 @@ from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
 from metricopt_ext.experiment.baselines import at_start
 from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
-from metricopt_ext.experiment.experiment import Experiment, State, Subject
+from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
@@ -204,16 +204,16 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         metric = build_metric(self.config.metric, judged, constrained=False)
         return LabelParts(class_batches(fit, loss), metric, class_batches(part, loss))
 
-    def test_error(self, before: State, after: State) -> float | None:
-        """Return the standard error of the test metric's difference between two states, None for too few classes.
+    def test_error(self, before: Start, after: Start) -> float | None:
+        """Return the standard error of the test metric's difference between two starts, None for too few classes.
 
         In both all test images are searched, or the gallery. Images of a class depend on each other, so whole classes
         are drawn, of queries for Recall@k, which is a mean over them, or left out in turn, for other metrics.
         """
         labels, rng, embedded = self.splits.test.y.cpu(), generator(self.seed, "test_error"), []
-        for task, phi in (before, after):
-            with evaluating(task.adapter.model):
-                embedded.append(embed_with(task.adapter, phi, self.splits.test.x))
+        for each in (before, after):
+            with self.task.adapter.applied(each) as model, evaluating(model):
+                embedded.append(embed_with(self.task.adapter, each.phi, self.splits.test.x))
         if self.config.metric.name == "recall":
             ks, queries = check_ks(self.config.metric), queries_of(self.splits)
             return recall_error(embedded[0], embedded[1], labels, ks, rng, queries)

@@ -16,7 +16,7 @@ from metricopt_ext.comparison.comparison_file import STARTS, read_row
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.experiment import Experiment, State
+from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import (
     METHODS,
     STANDING,
@@ -288,14 +288,16 @@ class _Row:
 
     def guard(self, result: Result) -> dict[str, Any]:
         """Return a record of what the guard decided, and of what that came to on test."""
-        tested = cache(lambda state: self.tested(*state))
-        sign, resampled = 1 if self.experiment.test_metric.maximize else -1, not self.experiment.config.own_metric
+        tested = cache(lambda name: self.tested(self.judging, result.start_of(name)))
+        metric, resampled = self.task.metric, not self.experiment.config.own_metric
+        sign = 1 if self.experiment.test_metric.maximize else -1
 
-        def change(before: State, after: State) -> Change:
-            error = self.experiment.test_error(before, after) if resampled else None  # by hundreds of calls
+        def change(before: str, after: str) -> Change:
+            ends = result.start_of(before), result.start_of(after)
+            error = self.experiment.test_error(*ends) if resampled else None  # by hundreds of calls
             return Change(sign * (tested(after) - tested(before)), error)
 
-        return record_of(result, self.judging, scale=self.task.metric.scale, change=change)
+        return record_of(result, maximize=metric.maximize, scale=metric.scale, change=change)
 
     def tested(self, task: FinetuneTask, end: End) -> float:
         """Return the test metric of a phi of a task's model, or of another model."""

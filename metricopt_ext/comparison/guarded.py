@@ -4,10 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from metricopt_ext.experiment.experiment import State
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import with_start
-from metricopt_ext.tasks.task import FinetuneTask
 
 TRAINED = "pretrained"  # what files and tables call the model as it was trained, a result's "start"
 
@@ -19,16 +16,14 @@ class Change(NamedTuple):
     error: float | None
 
 
-def record_of(
-    result: Result, task: FinetuneTask, *, scale: float, change: Callable[[State, State], Change]
-) -> dict[str, Any]:
+def record_of(result: Result, *, maximize: bool, scale: float, change: Callable[[str, str], Change]) -> dict[str, Any]:
     """Return a record of what the guard decided.
 
     Args:
         result: The run's.
-        task: Its task.
+        maximize: Whether higher is better.
         scale: How much the metric changes when the cost changes by 1.
-        change: What going from one state to another changes on test.
+        change: What going from one of the candidates to another changes on test, by their names.
 
     Returns:
         Plain data: ``kept``, the name of what was kept, and by how much it breaks each constraint that it breaks
@@ -40,21 +35,11 @@ def record_of(
         metric of start and end, kept or not.
     """
     verdict, started = result.verdict, result.started_at
-    searched = with_start(task, result.candidates[started])
 
-    @cache
-    def state(name: str) -> State:
-        start = result.start_of(name)
-        same = start.of_the_same(result.candidates[started])
-        return State(searched if same else with_start(task, start), start.phi)
-
-    @cache
-    def between(before: str, after: str) -> Change:
-        return change(state(before), state(after))
-
-    better = max if task.metric.maximize else min
+    better = max if maximize else min
     known = [name for name in (started, "search") if name in result.values]  # not what violates a constraint
     best = better(known or ["start"], key=lambda name: result.values[name])
+    between = cache(change)
     step, run, possible = between(started, "search"), between("start", result.chosen), between("start", best)
     return {
         "kept": TRAINED if result.chosen == "start" else result.chosen,

@@ -73,7 +73,7 @@ def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: 
 
     def free(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         meter, found = Meter(task), settings()
-        start = replace(started.starts[started.chosen], settings=found.first)
+        start = replace(started.start, settings=found.first)
         yield from (meter.reached(start) for _ in budgets)
 
     return {
@@ -131,7 +131,7 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
             spent, before = result.queries_per_start - started.spent, elsewhere
             elsewhere = limited.metric.ledger.spent - result.queries_per_start
             meter.forget_last_queries(elsewhere - before)  # a smaller budget's end, which this one has elsewhere
-            end = end_of(task, result.start_of(result.chosen))
+            end = end_of(result.start_of(result.chosen))
             yield replace(meter.reached(end), queries=spent, queries_per_start=spent, result=result)
             meter.forget_since(reached)  # what was reached is judged meanwhile
 
@@ -149,17 +149,17 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
             tuned = settings()
-            limited, start = started.of(with_budget(task.with_settings(tuned), queries))
+            limited, start = with_budget(task.with_settings(tuned), queries), replace(started.start, settings={})
             meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
-                first, queries = limited.evaluate(start, "settings"), queries - 1
-            stage = SettingsStage(tuned, Start(start), first, queries)
+                first, queries = limited.evaluate_start(start, "settings"), queries - 1
+            stage = SettingsStage(tuned, start, first, queries)
             asking = Asking(labelled(stage.batches(), "settings", "start"), Log(None, task.metric))
             for _ in Evaluating(limited, asking, Callback()).trials():
                 pass
             end = stage.end()
             kept = end.values if accepted(end, confidence) else tuned.first
-            yield meter.reached(replace(started.starts[started.chosen], settings=kept))
+            yield meter.reached(replace(start, settings=kept))
 
     return Baseline(run)
 
@@ -220,7 +220,7 @@ def optimizing(
             callback=callback,
         )
         task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
-        end, path = end_of(task, result.start_of(result.chosen)), result.path if result.details.finetunes else None
+        end, path = end_of(result.start_of(result.chosen)), result.path if result.details.finetunes else None
         yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
 
     return Baseline(run)
@@ -240,18 +240,18 @@ def searching(search: SearchStrategy) -> Baseline:
         return replace(each, constrained=True)
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        (limited, start), stopped = started.of(with_budget(task, max(budgets))), None
+        limited, stopped = with_budget(task, max(budgets)), None
         trace = Trace(limited)
         try:
-            with limited.metric.calling(trace):
-                searched(limited, search, start, max(budgets), seed=seed)
+            with started.there(limited) as there, limited.metric.calling(trace):
+                searched(there, search, started.start.phi, max(budgets), seed=seed)
         except MetricError as error:
             stopped = error  # what was reached before counts
         for queries in budgets:
             if stopped is not None and queries > len(trace.points):
                 raise stopped
             best = trace.best(queries)
-            yield replace(best, end=started.standing(task, best.end))
+            yield replace(best, end=started.standing(best.end))
 
     return Baseline(run, search.least_queries, anytime=True, constrained=True)
 
@@ -263,17 +263,19 @@ def at_each_budget(
     """Make a baseline of a function that is run once for each budget.
 
     Args:
-        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply. The task is on the model
-            of the start.
+        run: ``run(task, start, queries, seed)`` returns the end, or None if it does not apply. The model is at the
+            start meanwhile.
         least: See `Baseline`.
     """
 
     def each(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
-            limited, start = started.of(with_budget(task, queries))
-            meter, end = Meter(limited), run(limited, start, queries, seed)
+            limited = with_budget(task, queries)
+            meter = Meter(limited)
+            with started.there(limited) as there:
+                end = run(there, started.start.phi, queries, seed)
             if end is not None:
-                yield meter.reached(started.standing(task, end))
+                yield meter.reached(started.standing(end))
 
     return Baseline(each, least)
 
@@ -295,7 +297,7 @@ def at_start(make: Callable[[FinetuneTask], Start | nn.Module | None], queries: 
         limited = with_budget(task, max(budgets))
         meter, start = Meter(limited), make(limited)
         if start is not None:
-            reached = meter.reached(end_of(limited, start) if isinstance(start, Start) else start)
+            reached = meter.reached(end_of(start) if isinstance(start, Start) else start)
             yield from (reached for _ in budgets)
 
     return Baseline(each, least=lambda dim: queries, anytime=True)
@@ -309,9 +311,11 @@ def along_path(run: Callable[[FinetuneTask, Tensor, int], Tensor]) -> Baseline:
     """
 
     def each(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        limited, start = started.of(with_budget(task, 0))
-        meter, path = Meter(limited), run(limited, start, seed)
-        reached = replace(meter.reached(started.standing(task, path[-1])), path=path)
+        limited = with_budget(task, 0)
+        meter = Meter(limited)
+        with started.there(limited) as there:
+            path = run(there, started.start.phi, seed)
+        reached = replace(meter.reached(started.standing(path[-1])), path=path)
         yield from (reached for _ in budgets)
 
     return Baseline(each)

@@ -67,18 +67,6 @@ class Subject(NamedTuple):
     explained: str = ""
 
 
-class State(NamedTuple):
-    """A model as a method leaves it.
-
-    Attributes:
-        task: The task, on the model of the start that phi belongs to.
-        phi: ``d``.
-    """
-
-    task: FinetuneTask
-    phi: Tensor
-
-
 class Experiment(ABC, Generic[Config]):
     """A trained model with an adapter, ready to be finetuned: one seed of one task's tool.
 
@@ -258,7 +246,7 @@ class Experiment(ABC, Generic[Config]):
         at_starts = {name: at_start(partial(made, name), asked.get(name, 0)) for name in STANDING}
         return {**usual_baselines(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
 
-    def test_error(self, before: State, after: State) -> float | None:
+    def test_error(self, before: Start, after: Start) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""
         return None
 

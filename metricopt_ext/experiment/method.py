@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.passes import Passes, passes_of, queries_cost
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import with_start
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.rivals import BoTorch, Nevergrad, Optuna
@@ -180,24 +180,25 @@ class Started:
         """Begin at a phi, ``d``, of the model as it was trained, without a choice."""
         return cls({"given": Start(phi)}, "given")
 
-    def of(self, task: FinetuneTask) -> tuple[FinetuneTask, Tensor]:
-        """Return the task on the model of the chosen start, and its phi, ``d``."""
-        start = self.starts[self.chosen]
-        return with_start(task, start), start.phi
+    @property
+    def start(self) -> Start:
+        """The chosen start."""
+        return self.starts[self.chosen]
 
-    def standing(self, task: FinetuneTask, end: End) -> End:
+    @contextmanager
+    def there(self, task: FinetuneTask) -> Iterator[FinetuneTask]:
+        """Make the model be the chosen start for a while, and yield the task with the start's settings."""
+        with task.adapter.applied(self.start):
+            yield task.with_values(self.start.settings)
+
+    def standing(self, end: End) -> End:
         """Return an end, a phi of the chosen start's model or else as it is, as the task itself can judge it."""
-        return end_of(task, replace(self.starts[self.chosen], phi=end)) if isinstance(end, Tensor) else end
+        return end_of(replace(self.start, phi=end)) if isinstance(end, Tensor) else end
 
 
-def end_of(task: FinetuneTask, start: Start) -> End:
-    """Return what can be judged of a start: itself if it has settings of inference, else its phi, ``d``, or a model.
-
-    That is a copy of the task's, if the start replaces tensors, to which it is applied.
-    """
-    if start.settings:
-        return start
-    return with_start(task, start).adapter.model if start.replaced else start.phi
+def end_of(start: Start) -> End:
+    """Return what can be judged of a start: its phi, ``d``, if it has nothing else."""
+    return start if start.settings or start.replaced else start.phi
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Reached:
 
     Attributes:
         end: phi, ``d``, of the task's model; or its own model, whose weights it may have trained; or a start, with
-            settings of inference.
+            other tensors or settings of inference.
         queries: Metric queries spent by then.
         queries_per_start: How many of these each further start costs again.
         seconds: Wall-clock seconds spent by then.

@@ -150,17 +150,17 @@ def training(
     callback = callback or Callback()
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        own, _ = started.of(task)
-        training_task = make(own)
-        trained = load_trained(training_task.copied().model, folder, name) if resume else None
-        if trained is None:
-            callback.say(f"{METHODS[name].title}: its training begins anew if it is stopped")
-            trained = method.train(training_task, seed=seed, callback=callback)
-            keep(trained, folder, name)
+        with started.there(task) as there:
+            training_task = make(there)
+            trained = load_trained(training_task.copied().model, folder, name) if resume else None
+            if trained is None:
+                callback.say(f"{METHODS[name].title}: its training begins anew if it is stopped")
+                trained = method.train(training_task, seed=seed, callback=callback)
+                keep(trained, folder, name)
         queries, on_batches = sum(trained.queries.values()), sum(trained.batch_queries.values())
         yield Reached(trained.model, queries, queries, trained.seconds, batch_queries=on_batches)
         before, began = task.metric.ledger.spent, now()
-        if (tuned := tune(own, trained.model)) is not None:
+        if (tuned := tune(task, trained.model)) is not None:
             queries += task.metric.ledger.spent - before
             yield Reached(tuned, queries, queries, trained.seconds + now() - began, batch_queries=on_batches)
 

@@ -105,7 +105,7 @@ def asked_for(config: RunConfig, methods: dict[str, Method]) -> dict[str, Method
 
 def _as_it_begins(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
     """Stay where MetricOpt's search of phi began: what is gained over that is phi's alone."""
-    yield Meter(task).reached(end_of(task, started.starts[started.chosen]))
+    yield Meter(task).reached(end_of(started.start))
 
 
 def planned(baseline: Baseline, queries: int = 0, seed: int = 0) -> Method:

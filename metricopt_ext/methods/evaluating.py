@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
@@ -332,7 +333,7 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
     Args:
         task: Model, loss, batches and metric.
         search: The search.
-        start: phi_0, ``d``.
+        start: phi_0, ``d``, of the model as it stands.
         queries: Budget; exactly this many evaluations are made, and booked under "search".
         seed: Seed of all draws.
 
@@ -342,7 +343,8 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
         MetricError: The metric failed; the message says at which query.
     """
     check_checkpoints(search, task, [queries], 1)
-    begun = search.begin(task, Start(start), lambda: queries, seed=seed)
+    there = replace(task.adapter.as_start(), phi=start)
+    begun = search.begin(task, there, lambda: queries, seed=seed)
     kept = Log(None, task.metric)
     asking = Asking(labelled(begun.batches(), "search", "start"), kept, task.metric.repeats)
     for trial in Evaluating(task, asking, Callback()).trials():

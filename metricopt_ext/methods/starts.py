@@ -93,22 +93,6 @@ def divided(starts: Mapping[str, Start | StartLine]) -> tuple[dict[str, Start], 
     return {name: each for name, each in starts.items() if isinstance(each, Start)}, lines
 
 
-def with_start(task: FinetuneTask, start: Start) -> FinetuneTask:
-    """Return the task of a start: on a copy of the model to which it is applied, or the same one if only phi differs.
-
-    Its settings of inference are in force where the metric judges.
-
-    Raises:
-        AdapterError: The start does not fit the model (see `Adapter.check`).
-    """
-    task = task.with_values(start.settings)
-    if start.replaces_the_same(task.adapter.as_start()):
-        return task
-    copied = task.copied()
-    copied.adapter.apply(start)
-    return copied
-
-
 def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
     """Return phi = 0 with BatchNorm statistics of other inputs, or None if the model has no BatchNorm.
 

@@ -8,7 +8,6 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
-from metricopt_ext.experiment.experiment import State
 from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import SearchResult
@@ -17,11 +16,6 @@ from metricopt_ext.tasks.evaluation import Evaluation
 # Less than about 1 may be chance: the halves of each visited point are so far away from it.
 VISITED = tuple(Evaluation(10.0 * i, (10.0 * i + 1, 10.0 * i - 1)) for i in range(11))
 HEIGHTS = {"start": 0.0, "prior": 3.0, "search": 7.0}  # on test, as phi
-
-
-def change(before: State, after: State) -> Change:
-    """What is tested is phi's first coordinate; the error is 1, and 10 more between two models."""
-    return Change(float((after.phi - before.phi)[0]), 1.0 + 10 * (before.task is not after.task))
 
 
 def at(name: str) -> torch.Tensor:
@@ -48,7 +42,13 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
     best = min(asked, key=lambda name: asked[name].cost)
     points = [Point(name, start, asked[name]) for name, start in starts.items()]
     result = guarded(task, Began(starts, asked, best, points), end, 0.84)
-    record = record_of(result, task, scale=2.0, change=change)
+
+    def change(before: str, after: str) -> Change:
+        """What is tested is phi's first coordinate; the error is 1, and 10 more between two models."""
+        buffers = [result.start_of(name).buffers.keys() for name in (before, after)]
+        return Change(HEIGHTS[after] - HEIGHTS[before], 1.0 + 10 * (buffers[0] != buffers[1]))
+
+    record = record_of(result, maximize=False, scale=2.0, change=change)
     verdict = result.verdict
     assert [record[name] for name in ("gain", "chance", "optimism")] == [
         2 * verdict.gain,

@@ -14,12 +14,12 @@ from torch import nn
 pytest.importorskip("torchvision")
 
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.detection.config import DataConfig, DetectionConfig, DetectorAdapterConfig, ModelConfig
 from metricopt_ext.detection.experiment import DetectionExperiment
 from metricopt_ext.detection.records import Detections, DetectionSet
 from metricopt_ext.detection.task import load_examples
 from metricopt_ext.detection.toolkit import Example
-from metricopt_ext.experiment.experiment import State
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -46,15 +46,16 @@ def test_the_error_of_an_ap50s_difference_is_that_of_images(squares: Callable[..
     truth = DetectionSet(("red", "green"), images)
     examples = load_examples(truth)
     model = attach_input_bias(nn.Linear(2, 3), dim=2)
-    task = FinetuneTask(model, loss=lambda *_: None, batches=lambda *_: None, metric=Metric(lambda: 0.0, maximize=True))
+    metric = Metric(lambda: 0.0, maximize=True)
     experiment = object.__new__(DetectionExperiment)  # no detector needs to be trained
+    experiment.task = FinetuneTask(model, loss=lambda *_: None, batches=lambda *_: None, metric=metric)
     experiment.config, experiment.seed = DetectionConfig(), 5
     experiment.config.metric.definition = "voc"
     experiment.splits = SimpleNamespace(test=examples, classes=truth.classes)
     experiment.used = Knowing(examples)
     n = len(images)
     assert n > 30
-    all_found, some_found = (State(task, torch.tensor([float(seen), 0.0])) for seen in (n, n // 4))
+    all_found, some_found = (Start(torch.tensor([float(seen), 0.0])) for seen in (n, n // 4))
     share = (n // 4) / n
     error = experiment.test_error(all_found, some_found)
     assert error == pytest.approx(math.sqrt(share * (1 - share) / n), rel=0.2)  # 200 resamples: ± 5%

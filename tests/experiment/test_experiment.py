@@ -21,11 +21,10 @@ from metricopt_ext.comparison.comparison import run_seed as compare_seed
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.cli import run_and_report
 from metricopt_ext.experiment.dry_run import dry_run
-from metricopt_ext.experiment.experiment import State, run_seed
+from metricopt_ext.experiment.experiment import run_seed
 from metricopt_ext.experiment.method import Started
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.record import SeedRecord
-from metricopt_ext.methods.starts import with_start
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
 
@@ -56,7 +55,7 @@ def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     others = methods["batchnorm_validation"]({}).run(experiment.task)
     assert ("batchnorm" in starts) == bool(others)
     for other in others:
-        cost = with_start(experiment.task, starts["batchnorm"]).cost(starts["batchnorm"].phi, "judge")
+        cost = experiment.task.evaluate_start(starts["batchnorm"], "judge").cost
         assert cost == experiment.task.metric.cost(other.end, "judge")  # type: ignore[type-var]
     assert "threshold" in experiment.baselines(experiment.config)
 
@@ -169,7 +168,7 @@ def test_the_error_of_a_classifiers_difference_is_that_of_paired_examples(tmp_pa
     assert change.abs().sum() > 10
     classes = [change[part.y == label] for label in (0, 1)]
     expected = math.sqrt(sum(len(each) * float(each.var(correction=0)) for each in classes)) / len(change)
-    before, after = (State(task, phi) for phi in ends)
+    before, after = map(Start, ends)
     assert experiment.test_error(before, after) == pytest.approx(expected, rel=0.2)  # 200 resamples: ± 5%
     assert experiment.test_error(before, before) == 0
 
@@ -183,7 +182,7 @@ def test_states_of_two_models_are_compared(tmp_path: Path) -> None:
     task, start = experiment.task, experiment.start("batchnorm")
     assert start is not None
     noisy = Start(start.phi, {name: torch.ones_like(value) for name, value in start.buffers.items()})
-    before, after = State(task, task.origin()), State(with_start(task, noisy), task.origin())
+    before, after = Start(task.origin()), noisy
     assert experiment.test_error(before, after) > 0
     assert experiment.test_error(before, before) == experiment.test_error(after, after) == 0
 

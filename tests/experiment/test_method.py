@@ -61,7 +61,7 @@ def test_a_planned_baseline_begins_where_it_is_told_and_pays_for_the_choice(quad
 
     def run(task: Any, started: Started, budgets: Any, seed: int) -> Any:
         seen.append((started.chosen, tuple(budgets), seed))
-        yield Reached(started.of(task)[1], 5, 3, 1.0)
+        yield Reached(started.start.phi, 5, 3, 1.0)
 
     started = Started(starts, "half", len(starts), asked)
     (reached,) = Planned(Baseline(run), (40,), 7, started).run(task)
@@ -74,17 +74,17 @@ def test_a_planned_baseline_begins_where_it_is_told_and_pays_for_the_choice(quad
     assert Planned(Baseline(lambda *_: iter(()))).run(task) == ()
 
 
-def test_an_end_of_a_start_with_other_tensors_is_a_model(quadratic: Callable[..., Any]) -> None:
+def test_an_end_of_a_start_with_other_tensors_is_a_start(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
     task.adapter.model.register_buffer("seen", torch.zeros(1))
-    start = Start(task.goal / 2, {"seen": torch.ones(1)})
-    own, phi = Started({"other": start}, "other").of(task)
-    assert own.adapter.model is not task.adapter.model
-    assert torch.equal(phi, start.phi)
-    end = Started({"other": start}, "other").standing(task, task.goal)
-    assert isinstance(end, nn.Module)
-    assert torch.equal(end.seen, torch.ones(1))
-    assert torch.equal(end.metricopt.phi, task.goal)
+    started = Started({"other": Start(task.goal / 2, {"seen": torch.ones(1)})}, "other")
+    with started.there(task) as own:
+        assert own.adapter.model is task.adapter.model
+        assert torch.equal(task.adapter.model.seen, torch.ones(1))
     assert torch.equal(task.adapter.model.seen, torch.zeros(1))
-    assert Started.at(phi).standing(task, task.goal) is task.goal
-    assert Started.at(phi).standing(task, end) is end
+    end = started.standing(task.goal)
+    assert isinstance(end, Start)
+    assert torch.equal(end.phi, task.goal)
+    assert torch.equal(end.buffers["seen"], torch.ones(1))
+    assert Started.at(task.origin()).standing(task.goal) is task.goal
+    assert Started.at(task.origin()).standing(end) is end

@@ -15,7 +15,7 @@ from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext import FinetuneTask, Metric, attach_film, soup_starts
 from metricopt_ext.errors import BudgetError, DataError, FileFormatError
 from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes
-from metricopt_ext.methods.starts import reestimate_batchnorm, with_start
+from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import read_tensors
 
@@ -69,8 +69,9 @@ def mean_of(seeds: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def model_of(task: FinetuneTask, start: Any) -> dict[str, Tensor]:
-    state = with_start(task, start).adapter.model.state_dict()
-    return {name: state[name] for name in Net().state_dict()}
+    with task.adapter.applied(start) as model:
+        state = model.state_dict()
+        return {name: state[name].clone() for name in Net().state_dict()}
 
 
 # --- Averages ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from metricopt_ext.adapters.start import PlacesOnLine
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.prior_starts import em_prior_start, em_priors, line_offsets, prior_line
-from metricopt_ext.methods.starts import all_starts, reestimate_batchnorm, with_start
+from metricopt_ext.methods.starts import all_starts, reestimate_batchnorm
 
 
 def task_of(model: nn.Module) -> FinetuneTask:
@@ -111,7 +111,8 @@ def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
     expected = reestimate_batchnorm(task.adapter.model, x.split(20))
     assert expected is not None
     with torch.no_grad():
-        found = with_start(task, start).adapter.model(x)
+        with task.at(start) as model:
+            found = model(x)
         torch.testing.assert_close(found, expected(x), rtol=0, atol=1e-6)
         assert (found - task.adapter.model(x)).abs().max() > 0.01
 

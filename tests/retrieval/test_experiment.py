@@ -14,8 +14,8 @@ from torch import nn
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.labelled import Split
-from metricopt_ext.experiment.experiment import State
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import RetrievalExperiment
 from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
@@ -35,8 +35,8 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     config = load_config(RetrievalConfig, DIGITS, [*TINY, "data.fractions=[0.3,0.2,0.5]"])
     experiment = RetrievalExperiment(config, tmp_path, 3)
     task, part = experiment.task, experiment.splits.test
-    before, after = (State(task, phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
-    hits = [hits_at_k(embed_with(task.adapter, phi, part.x), part.y, (1,))[1][:, 0] for _, phi in (before, after)]
+    before, after = (Start(phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
+    hits = [hits_at_k(embed_with(task.adapter, each.phi, part.x), part.y, (1,))[1][:, 0] for each in (before, after)]
     change = hits[1].astype(float) - hits[0]
     means = [float(change[(part.y == label).numpy()].mean()) for label in part.y.unique()]
     assert len(means) == 5
@@ -59,8 +59,8 @@ def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path)
     config = load_config(RetrievalConfig, DIGITS, [*TINY, *own, "data.fractions=[0.3,0.2,0.5]"])
     experiment = RetrievalExperiment(config, tmp_path, 3)
     task, part = experiment.task, experiment.splits.test
-    before, after = (State(task, phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
-    first = [embed_with(task.adapter, phi, part.x)[:, 0].double() for _, phi in (before, after)]
+    before, after = (Start(phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
+    first = [embed_with(task.adapter, each.phi, part.x)[:, 0].double() for each in (before, after)]
     change = first[1] - first[0]
     rest = [float(change[part.y != label].mean()) for label in part.y.unique()]
     expected = math.sqrt(4 / 5 * sum((each - statistics.mean(rest)) ** 2 for each in rest))
