@@ -28,6 +28,7 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import markdown_table, print_table
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import Trajectory
@@ -379,8 +380,8 @@ def fitted_value_function(dim: int) -> ValueFunction:
     for index in range(60):
         ends = torch.randn(2, dim, generator=rng)
         phi = torch.lerp(ends[0], ends[1], torch.linspace(0, 1, 8)[:, None])
-        cost = (1 + phi[:, 0].tanh()) / 2
-        trajectories.append(Trajectory(0, index, phi, torch.zeros(7), torch.arange(8), cost.double()))
+        told = tuple(map(Evaluation, ((1 + phi[:, 0].tanh()) / 2).tolist()))
+        trajectories.append(Trajectory(0, index, phi, torch.zeros(7), torch.arange(8), told))
     return fit_value_function(Observations.of(trajectories), [NeuralLearner(iterations=200)]).f
 
 

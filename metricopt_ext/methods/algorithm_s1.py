@@ -350,11 +350,9 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         run = unroll(task, rule, starts, steps=self.steps, seed=seed, indices=indices, cost_at=cost_at)
         for row, known in enumerate(kept):
             if known is None:
-                points, losses = run.phi[row].cpu(), run.loss[row].cpu()
+                points, losses, told = run.phi[row].cpu(), run.loss[row].cpu(), tuple(evaluations[row])
                 signature = task.adapter.signature
-                store.add(
-                    Trajectory.of(iteration, indices[row], points, losses, observed[row], evaluations[row], signature)
-                )
+                store.add(Trajectory(iteration, indices[row], points, losses, observed[row], told, signature))
         return [trajectory for index in indices if (trajectory := store.get(iteration, index)) is not None]
 
     def objective_of(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from statistics import mean
 from typing import NamedTuple
 
@@ -36,6 +37,12 @@ class Evaluation(NamedTuple):
         """Make one of a cost and those on pairs of halves, of which one alone is not kept twice."""
         costs = tuple((first, second) for first, second in pairs or ())
         return cls(cost, costs[0] if costs else None, noise, pairs=costs if len(costs) > 1 else ())
+
+    @property
+    def numbers(self) -> list[float]:
+        """All numbers of it."""
+        more = () if self.noise is None else (self.noise,)
+        return [self.cost, *more, *(self.halves or ()), *chain(*self.pairs), *(self.also or {}).values()]
 
     def without_halves(self) -> "Evaluation":
         """Return the same as of a metric that reports no halves."""

@@ -1,17 +1,20 @@
 """Records trajectories of phi while another toolkit's trainer finetunes it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import FileFormatError, MetricError
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_noise
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import parse_json, to_json
 from metricopt_ext.utils.modes import kept_modes
 
 
@@ -95,18 +98,16 @@ class Recording:
             except MetricError as error:
                 raise MetricError(f"{error} (round {self.round}, task {self.index}, step {step})") from error
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what has been recorded so far, for a checkpoint."""
-        told = {"halves": stacked_halves(self.evaluations), "noise": stacked_noise(self.evaluations)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been recorded so far, for a checkpoint: tensors, and the evaluations as JSON has them."""
         return {
             "observed": self.observed,
             "phi": torch.stack(self.points),
             "loss": torch.tensor(self.losses, dtype=torch.float64),
-            "cost": torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64),
-            **{name: each for name, each in told.items() if each is not None},
+            "evaluations": to_json(self.evaluations),
         }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned.
 
         Raises:
@@ -119,12 +120,7 @@ class Recording:
             )
         self.points = list(state["phi"].cpu())
         self.losses = state["loss"].tolist()
-        costs = state["cost"].tolist()
-        halves, noise = (state[name].tolist() if name in state else [None] * len(costs) for name in ("halves", "noise"))
-        self.evaluations = [
-            Evaluation(cost, None if pair is None else (pair[0], pair[1]), spread)
-            for cost, pair, spread in zip(costs, halves, noise, strict=True)
-        ]
+        self.evaluations = [from_json(Evaluation, each) for each in parse_json(state["evaluations"])]
         self._store_if_finished()
 
     def _phi(self) -> Tensor:
@@ -150,7 +146,7 @@ class Recording:
     def _store_if_finished(self) -> None:
         if self.trajectory is not None or len(self.losses) < self.steps:
             return
-        points = torch.stack(self.points)
+        points, told = torch.stack(self.points), tuple(self.evaluations)
         loss = torch.tensor(self.losses, dtype=points.dtype)
         signature = self.adapter.signature
-        self.store.add(Trajectory.of(self.round, self.index, points, loss, self.observed, self.evaluations, signature))
+        self.store.add(Trajectory(self.round, self.index, points, loss, self.observed, told, signature))

@@ -148,10 +148,10 @@ def collect(
                 continue
             observed = observation_steps(steps, evals, seed, index, ends=ends)
             kept = f"{len(store)} finished trajectories are kept"
-            own = [
+            own = tuple(
                 task.evaluate(phi[row, step], "collect", f"round {round}, task {index}, step {step}; {kept}")
                 for step in observed.tolist()
-            ]
+            )
             signature = task.adapter.signature
-            store.add(Trajectory.of(round, index, phi[row].cpu(), loss[row].cpu(), observed, own, signature))
+            store.add(Trajectory(round, index, phi[row].cpu(), loss[row].cpu(), observed, own, signature))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]

@@ -160,7 +160,11 @@ def evaluations_where_used(trajectories: Sequence[Trajectory]) -> tuple[Evaluati
 
 def seen_on_half(trajectories: Sequence[Trajectory], half: int) -> list[Trajectory]:
     """Return the trajectories as judged by a metric that has only one half (0 or 1) of the data."""
-    return [replace(t, cost=t.halves[:, half]) for t in trajectories if t.halves is not None]
+    return [
+        replace(t, evaluations=tuple(Evaluation(cost) for cost in t.halves[:, half].tolist()))
+        for t in trajectories
+        if t.halves is not None
+    ]
 
 
 def optimism_of_gain(crossed: Sequence[Evaluation]) -> float:

@@ -1,7 +1,9 @@
 """Finetuning trajectories and the metrics observed along them: the value function's training data (Algorithm 1, 3)."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,12 @@ from torch import Tensor
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.identity import claim
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_noise
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.words import brief
 
-FILE_FORMAT = "metricopt_ext/trajectory/2"
-
-OPTIONAL = ("halves", "noise")  # tensors that not every file has
+FILE_FORMAT = "metricopt_ext/trajectory/3"
 
 TRAJECTORIES = "trajectories"  # the folder of them in a run's folder
 
@@ -33,10 +33,8 @@ class Trajectory:
         phi: The points phi_0 ... phi_T, ``(T + 1) x d``.
         loss: The surrogate loss at phi_0 ... phi_{T-1}, each on its own batch, ``T``.
         observed: Steps at which the metric was evaluated, ascending, ``K``.
-        cost: The metric there as a cost, float64, ``K``.
-        halves: The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric reports none.
+        evaluations: The metric's evaluations there, ``K``.
         signature: What phi means: the adapter that was finetuned; None if unknown.
-        noise: Standard errors of the costs, float64, ``K``; None if no evaluation is repeated.
     """
 
     round: int
@@ -44,34 +42,18 @@ class Trajectory:
     phi: Tensor
     loss: Tensor
     observed: Tensor
-    cost: Tensor
-    halves: Tensor | None = None
+    evaluations: tuple[Evaluation, ...]
     signature: Signature | None = None
-    noise: Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        round: int,
-        index: int,
-        phi: Tensor,
-        loss: Tensor,
-        observed: Tensor,
-        evaluations: Sequence[Evaluation],
-        signature: Signature,
-    ) -> "Trajectory":
-        """Make one of the metric's evaluations at the observed steps; the others are as in the attributes."""
-        cost = torch.tensor([each.cost for each in evaluations], dtype=torch.float64)
-        halves, noise = stacked_halves(evaluations), stacked_noise(evaluations)
-        return cls(round, index, phi, loss, observed, cost, halves, signature, noise)
+    @cached_property
+    def cost(self) -> Tensor:
+        """The costs, float64, ``K``."""
+        return torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64)
 
-    @property
-    def evaluations(self) -> list[Evaluation]:
-        """The metric's evaluations at the observed steps, ``K``."""
-        unknown = [None] * len(self.cost)
-        halves = unknown if self.halves is None else [(a, b) for a, b in self.halves.tolist()]
-        noise = unknown if self.noise is None else self.noise.tolist()
-        return [Evaluation(*each) for each in zip(self.cost.tolist(), halves, noise, strict=True)]
+    @cached_property
+    def halves(self) -> Tensor | None:
+        """The costs on two halves of the metric's data, float64, ``K x 2``; None if the metric reports none."""
+        return stacked_halves(self.evaluations)
 
     @property
     def observed_phi(self) -> Tensor:
@@ -128,7 +110,7 @@ class TrajectoryStore:
     @property
     def queries(self) -> int:
         """Evaluations of the metric that the stored trajectories took."""
-        return sum(len(trajectory.cost) for trajectory in self)
+        return sum(len(trajectory.evaluations) for trajectory in self)
 
 
 def load_trajectories(folder: str | Path) -> list[Trajectory]:
@@ -167,15 +149,15 @@ class _Described:
 
     round: int
     index: int
+    evaluations: tuple[Evaluation, ...]
     signature: Signature | None
 
 
 def _write(path: Path, trajectory: Trajectory) -> None:
-    tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed", "cost")}
-    tensors |= {name: each for name in OPTIONAL if (each := getattr(trajectory, name)) is not None}
+    tensors = {name: getattr(trajectory, name) for name in ("phi", "loss", "observed")}
+    described = {name: getattr(trajectory, name) for name in ("round", "index", "evaluations")}
     signature = None if trajectory.signature is None else trajectory.signature.to_json()
-    described = {"round": trajectory.round, "index": trajectory.index, "signature": signature}
-    write_tensors(path, tensors, FILE_FORMAT, described)
+    write_tensors(path, tensors, FILE_FORMAT, {**described, "signature": signature})
 
 
 def _read(path: Path) -> Trajectory:
@@ -183,11 +165,13 @@ def _read(path: Path) -> Trajectory:
     with content_of(path, "trajectory"):
         described = from_json(_Described, content)
         points, dim = tensors["phi"].shape
-        evaluations = len(tensors["observed"])
-        shapes = {"phi": (points, dim), "loss": (points - 1,), "observed": (evaluations,), "cost": (evaluations,)}
-        more = {"halves": (evaluations, 2), "noise": (evaluations,)}
-        check_tensors(path, tensors, shapes | {name: more[name] for name in OPTIONAL if name in tensors})
+        evaluations = described.evaluations
+        check_tensors(path, tensors, {"phi": (points, dim), "loss": (points - 1,), "observed": (len(evaluations),)})
+        if not all(math.isfinite(number) for each in evaluations for number in each.numbers):
+            raise ValueError("an evaluation is not finite")
         observed = tensors["observed"]
         if observed.dtype != torch.int64 or not bool(((observed >= 0) & (observed < points)).all()):
             raise ValueError(f"its observed steps are {brief(observed.tolist())}, not steps from 0 to {points - 1}")
-    return Trajectory(described.round, described.index, **tensors, signature=described.signature)
+    return Trajectory(
+        described.round, described.index, **tensors, evaluations=described.evaluations, signature=described.signature
+    )

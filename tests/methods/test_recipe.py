@@ -13,6 +13,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from helpers.evaluations import told
 from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
@@ -210,7 +211,7 @@ def test_each_half_of_the_metrics_data_gets_an_f_of_its_own(quadratic: Callable[
     assert len(fit.half_fits) == 2
     phi = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     for factor, f in zip((1.5, 0.5), fit.half_fits, strict=True):
-        alone = recipe.fit([replace(each, cost=factor * each.cost, halves=None) for each in store], 5).f
+        alone = recipe.fit([replace(each, evaluations=told(factor * each.cost)) for each in store], 5).f
         torch.testing.assert_close(f(phi), alone(phi), rtol=1e-4, atol=1e-4)
 
 

@@ -23,9 +23,10 @@ from metricopt_ext.tasks.trajectory import Trajectory
 
 
 def trajectory(round: int, observed: list[int], halves: list[list[float]] | None, steps: int = 10) -> Trajectory:
-    told = None if halves is None else torch.tensor(halves, dtype=torch.float64)
-    points, cost = torch.zeros(steps + 1, 2), torch.zeros(len(observed), dtype=torch.float64)
-    return Trajectory(round, 0, points, torch.zeros(steps), torch.tensor(observed), cost, told)
+    told = tuple(
+        Evaluation(0.0, None if halves is None else (halves[i][0], halves[i][1])) for i in range(len(observed))
+    )
+    return Trajectory(round, 0, torch.zeros(steps + 1, 2), torch.zeros(steps), torch.tensor(observed), told)
 
 
 def test_correlation_is_that_of_the_starts() -> None:

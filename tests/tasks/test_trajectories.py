@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,9 +125,10 @@ def test_collected_trajectories(quadratic: Make, population: int) -> None:
 def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:
     rng = torch.Generator().manual_seed(index)
     phi, loss = torch.randn(4, 2, generator=rng), torch.randn(3, generator=rng)
-    cost = torch.rand(2, generator=rng, dtype=torch.float64)
+    costs = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
+    told = tuple(Evaluation(cost, (0.1, cost), 0.5, False, ((0.1, cost), (0.2, 0.3)), {"size": cost}) for cost in costs)
     signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1", None)
-    return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), cost, signature=signature)
+    return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), told, signature)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -226,10 +228,11 @@ def test_the_checkpoint_of_another_trajectory_is_refused() -> None:
     assert_refused(lambda: other.load_state_dict(one.state_dict()), FileFormatError, "observed", "0")
 
 
-def test_a_resumed_trajectory_has_the_noise_of_a_repeated_metric() -> None:
+def test_a_resumed_trajectory_has_all_that_the_metric_told() -> None:
     def recording(store: TrajectoryStore) -> Recording:
         values = iter([0.1, 0.3] * 9)
-        metric = Metric(lambda: next(values), maximize=False, repeats=2)
+        pairs = (0.1, 0.2), (0.3, 0.4)
+        metric = Metric(lambda: {"score": (next(values), pairs), "size": 3.0}, maximize=False, repeats=2, name="score")
         return Recording(adapter(), metric, store, steps=2, evals=3)
 
     whole, parted, points = TrajectoryStore(), TrajectoryStore(), walk(2)
@@ -239,8 +242,9 @@ def test_a_resumed_trajectory_has_the_noise_of_a_repeated_metric() -> None:
     second.load_state_dict(first.state_dict())
     train(second, points)
     for (one,) in (whole, parted):
-        assert one.noise is not None
-        torch.testing.assert_close(one.noise, torch.full((3,), 0.1, dtype=torch.float64), check_dtype=False)
+        assert [each.noise for each in one.evaluations] == pytest.approx([0.1] * 3)
+        assert all(np.allclose(each.pairs, [(0.1, 0.2), (0.3, 0.4)]) for each in one.evaluations)
+        assert all(each.also == {"size": 3.0} for each in one.evaluations)
 
 
 def test_a_failing_metric_is_located_and_the_trained_phi_is_back() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.evaluations import told
 from helpers.tensors import rand32
 from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.trajectory import Trajectory
@@ -30,14 +31,14 @@ def _trajectories(
         walk = 0.5 * rand32(1, d, seed=2 * index) + 0.1 * rand32(21, d, seed=2 * index + 1).cumsum(0)
         observed = observation_steps(20, evals, 0, index)
         values = cost(walk[observed].double())
-        made.append(Trajectory(index * rounds // n, index, walk.to(dtype), torch.zeros(20), observed, values))
+        made.append(Trajectory(index * rounds // n, index, walk.to(dtype), torch.zeros(20), observed, told(values)))
     return made
 
 
 def _along(steps: int, observed: Sequence[int], cost: Any, *, index: int = 0, round: int = 0) -> Trajectory:
     phi = torch.randn(steps + 1, 3, generator=torch.Generator().manual_seed(index))
     costs = torch.as_tensor(np.asarray(cost, dtype=np.float64))
-    return Trajectory(round, index, phi, torch.zeros(steps), torch.tensor(list(observed)), costs)
+    return Trajectory(round, index, phi, torch.zeros(steps), torch.tensor(list(observed)), told(costs))
 
 
 def _mixed(seed: int = 0) -> list[Trajectory]:

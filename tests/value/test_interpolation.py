@@ -12,6 +12,7 @@ import torch
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
+from helpers.evaluations import told
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess, Skill
 from metricopt_ext.value.labels import GaussianProcessLabels
@@ -159,7 +160,9 @@ def test_smooth_curves_show_skill(sampled: Callable[..., list[Trajectory]], leve
 
 
 def test_skill_is_its_definition(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
-    data = [replace(t, cost=t.cost + 0.1 * t.index) for t in mixed() if len(t.cost) > 2]  # with levels of their own
+    data = [
+        replace(t, evaluations=told(t.cost + 0.1 * t.index)) for t in mixed() if len(t.cost) > 2
+    ]  # with levels of their own
     skill = PLAIN.leave_one_out([*data, along(10, [0, 10], [0.1, 0.2]), along(10, [0, 5, 10], [0.3] * 3)])
     means = np.array([float(t.cost.mean()) for t in data])
     freedom = sum(len(t.cost) - 1 for t in data)

@@ -10,6 +10,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from helpers.evaluations import told
 from helpers.tensors import rand32
 from metricopt_ext.tasks.trajectory import Trajectory
 from metricopt_ext.value.fitting import fit_value_function
@@ -68,7 +69,7 @@ def test_a_large_offset_of_the_costs_changes_nothing(
 ) -> None:
     offset = 2.0**24  # float32 has whole numbers only from there on
     data = Observations.of(trajectories(smooth))
-    moved = Observations.of([replace(each, cost=each.cost + offset) for each in trajectories(smooth)])
+    moved = Observations.of([replace(each, evaluations=told(each.cost + offset)) for each in trajectories(smooth)])
     f, far = (learner(each, folds_of(each), 3, seed=0).eval() for each in (data, moved))
     new = rand32(30, 6, seed=99)
     difference = (far.members(new) - offset - f.members(new)).abs().max()
