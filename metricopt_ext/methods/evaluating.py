@@ -328,7 +328,7 @@ def _begun(task: FinetuneTask, run: SearchRun, kept: Log | None, callback: Callb
 def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
     """Search on a task's own metric from a start, whose cost is the first query; returns where the search ends.
 
-    The model is left unchanged, and nothing is guarded.
+    The model is left unchanged, and nothing is guarded. The metric's log, if it has one, is of this search alone.
 
     Args:
         task: Model, loss, batches and metric.
@@ -345,7 +345,7 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
     check_checkpoints(search, task, [queries], 1)
     there = replace(task.adapter.as_start(), phi=start)
     begun = search.begin(task, there, lambda: queries, seed=seed)
-    kept = Log(None, task.metric)
+    kept = task.metric.log or Log(None, task.metric)
     asking = Asking(labelled(begun.batches(), "search", "start"), kept, task.metric.repeats)
     for trial in Evaluating(task, asking, Callback()).trials():
         if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
