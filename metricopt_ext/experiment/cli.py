@@ -30,8 +30,9 @@ from metricopt_ext.experiment.record import check_alike
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.report_page import FILE, report_page
 from metricopt_ext.experiment.report_text import print_report, write
-from metricopt_ext.experiment.run_config import RunConfig
+from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_written
+from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.run_folder import open_run, refuse_among_data
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
@@ -120,7 +121,8 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     refuse_among_data(folder, config.data_files())
     with distributed.sharing(config.as_dict()), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))
-        distributed.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files()))
+        grows = runner_of(config.build_strategy()).grows and not set(config.methods) & set(VARIANTS)
+        distributed.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files(), grows=grows))
         log = distributed.only_first(lambda: held.enter_context(run_log(folder / LOG)))
         title = (
             f"{subject.title}: {subject.metric} ({direction(subject.maximize)}),"

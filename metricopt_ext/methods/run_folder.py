@@ -1,5 +1,6 @@
 """What a run keeps in its folder so that it can be resumed: trajectories and evaluations, under its identity."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -31,6 +32,8 @@ CODE = "own code"  # beside them too: of the functions that they name
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
 RUN_AGAIN_KEYS = {"seed", "seeds", "workers", "device"}
+GROWS = "queries"  # may become more, where the strategy can go on
+OF_A_BUDGET = ("record.json", "*_queries.jsonl", "*_ends.jsonl")  # what a seed keeps that is of its number of queries
 
 
 class RunFolder:
@@ -259,8 +262,10 @@ def refuse_among_data(folder: Path, files: Sequence[Path]) -> None:
             raise ConfigError(f"--output-dir {folder} is in {root}, whose files are the data; name another folder")
 
 
-def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = ()) -> None:
-    """Claim the output folder for a tool's run; seeds may be added to a run, other settings may not change.
+def open_run(
+    folder: Path, settings: dict[str, Any], resume: bool, files: Sequence[Path] = (), *, grows: bool = False
+) -> None:
+    """Claim the output folder for a tool's run; seeds and queries may be added to it, other settings may not change.
 
     A run that failed before it made a ``seed-N`` folder has no claim. Neither may the code of functions change
     that the settings name as ``MODULE:FUNCTION``. A folder that does not tell it yet is taken to be of today's.
@@ -270,6 +275,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
         settings: The run's.
         resume: Continue what an earlier run left there.
         files: Files and folders of the data, whose content may not change either.
+        grows: Whether its seeds can go on with more ``queries``; the other methods' searches then begin anew.
 
     Raises:
         FileFormatError: The folder holds a run, and ``resume`` is False or its settings differ.
@@ -286,8 +292,16 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, files: Sequen
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
     identity |= {CONTENT: fingerprint_of_files(files)} if files else {}
     kept = read_json(file) if file.exists() else None
+    before = kept.get(GROWS, math.inf) if isinstance(kept, dict) and grows else math.inf
+    if more := isinstance(before, int) and before < settings[GROWS]:
+        identity[GROWS] = before
     if not code or not isinstance(kept, dict) or CODE in kept:
         claim_open(file, identity | ({CODE: code} if code else {}))
     else:
         claim_open(file, identity)
         write_json(file, {**read_json(file), CODE: code})
+    if more:
+        for name in OF_A_BUDGET:
+            for finished in folder.glob(f"{SEEDS}/{name}"):
+                finished.unlink()
+        write_json(file, {**read_json(file), GROWS: settings[GROWS]})

@@ -461,7 +461,7 @@ class StrategyTester:
                         search.tell(trial.id, **self.judged(world, trial))
             assert (search.spent, search.failed) == (counts["queries"], counts["failed"])
             result = search.result()
-        assert counts["queries"] <= self.queries < counts["queries"] + 2 * self.calls
+        assert counts["queries"] <= self.queries < counts["queries"] + (1 + self.ends) * self.calls
         if result.chosen != "part" or result.kept_share.evaluated:  # else it is what f takes the part for
             assert result.after == pytest.approx(self.true_value(world, result), abs=1e-12)
 

@@ -171,6 +171,29 @@ def test_stopped_in_another_method_no_query_is_asked_again_and_what_is_tuned_is_
     assert both[0]["evaluations"] == both[1]["evaluations"]
 
 
+def test_a_finished_run_goes_on_with_more_queries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To where a run of so many ends; what is paid besides is the first end."""
+    more = ("methods=[guided_es]", "starts=[]", "search_queries=18")
+    runs = {name: TestClassifier.counted_words(tmp_path / name, *more) for name in ("grown", "whole")}
+    with own.counting() as asked:
+        call(*runs["grown"], "queries=24")
+        first, asked[:] = list(asked), []
+        call(*runs["grown"], "queries=36", "--resume")
+        second, asked[:] = list(asked), []
+        call(*runs["whole"], "queries=36")
+        whole_run = list(asked)
+    assert "it goes on from 24 queries, whose end is a query besides" in capsys.readouterr().out
+    assert len(first) + len(second) > len(whole_run) > len(second)
+    grown, fresh = (report_of(tmp_path / name) for name in runs)
+    assert fresh["methods"]["metricopt"]["queries_total"] == 36
+    assert grown["methods"]["metricopt"]["queries_total"] == 37
+    for name in ("pretrained", "metricopt", "guided_es"):
+        for part in ("validation", "test"):
+            assert grown["methods"][name][part] == fresh["methods"][name][part]
+    with pytest.raises(SystemExit, match=r"queries.*24"):
+        call(*runs["grown"], "queries=24", "--resume")
+
+
 SL = [
     "siblings.sl.iterations=4",
     "siblings.sl.universal.steps=6",
