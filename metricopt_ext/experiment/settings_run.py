@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import ConfigError, FileFormatError
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.constrained import Constrained, besides, decide_within, ranked
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
@@ -17,117 +17,20 @@ from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, labelled
+from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, labelled
 from metricopt_ext.search.stages import SettingsEnd, SettingsStage
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.log import Log
+from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.tasks.settings import Value, Values
-from metricopt_ext.utils.described import Finite, from_json
-from metricopt_ext.utils.files import read_json, write_json
 from metricopt_ext.utils.program import Programs
-from metricopt_ext.utils.words import brief, decimals
+from metricopt_ext.utils.words import decimals
 
-EVALUATIONS = "settings.json"
+EVALUATIONS, OTHER_DATA = "settings.jsonl", "settings_held_out.jsonl"
 BEFORE, AFTER = "start", "settings"  # the guard's candidates: the defaults, and the search's end
-
-
-@dataclass(frozen=True)
-class KeptScore:
-    """What a program found for some settings.
-
-    Attributes:
-        settings: What stood in the command for each of them.
-        value: The score; None of a failure.
-        halves: The scores on two halves of the data; None if they are not asked for.
-        noise: Standard error of the value; None without repeats.
-        seconds: How long it took.
-        also: Other quantities by name; None without any.
-        failed: Why there is no score; None if there is one.
-    """
-
-    settings: dict[str, str]
-    value: Finite | None = None
-    halves: tuple[Finite, Finite] | None = None
-    noise: Finite | None = None
-    seconds: Finite = field(default=Finite(0.0))
-    also: dict[str, Finite] | None = None
-    failed: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if (self.value is None) == (self.failed is None):
-            raise ValueError("a score has a value, or says why it failed")
-
-    @classmethod
-    def of(cls, settings: dict[str, str], found: Score | Failed) -> "KeptScore":
-        """Make one of what was found."""
-        if isinstance(found, Failed):
-            return cls(settings, failed=found.reason)
-        return cls(settings, **asdict(found))
-
-    @property
-    def score(self) -> Score | Failed:
-        """What was found."""
-        if self.value is None:
-            return Failed(str(self.failed))
-        return Score(self.value, self.halves, self.noise, self.seconds, None if self.also is None else {**self.also})
-
-
-@dataclass(frozen=True)
-class _File:
-    evaluations: list[KeptScore]
-    held_out: list[KeptScore]
-
-
-class _Ledger:
-    """The scores of a run in a file, each of which is paid for once.
-
-    Args:
-        path: The JSON file.
-        names: Names of the settings.
-
-    Raises:
-        FileFormatError: The file holds something else.
-    """
-
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self._path = path
-        self._file = _File([], [])
-        if not path.exists():
-            return
-        try:
-            self._file = from_json(_File, read_json(path))
-            for each in (*self._file.evaluations, *self._file.held_out):
-                if list(each.settings) != list(names):
-                    raise ValueError(f"a score of settings {', '.join(each.settings)}, not {', '.join(names)}")
-        except (ValueError, FileFormatError) as error:
-            raise FileFormatError(f"{path} holds no scores of the run: {brief(error)}; use another folder") from error
-
-    @property
-    def spent(self) -> int:
-        """How many settings were scored, or failed."""
-        return len(self._file.evaluations)
-
-    @property
-    def failed(self) -> int:
-        """How many failed."""
-        return sum(each.failed is not None for each in self._file.evaluations)
-
-    def found(self, settings: dict[str, str], *, held_out: bool = False) -> Score | Failed | None:
-        """Return what is on file of settings; None if they were not scored."""
-        return next((each.score for each in self._those(held_out) if each.settings == settings), None)
-
-    def keep(self, settings: dict[str, str], found: Score | Failed, *, held_out: bool = False) -> None:
-        """Keep what was found; it is on disk when this returns."""
-        self._those(held_out).append(KeptScore.of(settings, found))
-        write_json(self._path, asdict(self._file))
-
-    def _those(self, held_out: bool) -> list[KeptScore]:
-        return self._file.held_out if held_out else self._file.evaluations
 
 
 @dataclass(frozen=True)
@@ -289,29 +192,19 @@ class SettingsRun(ProgramRun):
         """
         callback, repeats = callback or Callback(), self.score.repeats
         self.check(queries)
-        ledger = _Ledger(self.folder / EVALUATIONS, self.settings.names)
+        log = Log(self.folder / EVALUATIONS, self._scale)
         callback.stage("settings")
-        if ledger.spent:
-            callback.on_file(ledger.spent * repeats)
-        first = self.settings.texts(self.settings.defaults)
-        if ledger.found(first) is None:
-            ledger.keep(first, defaults or self.score_defaults())
-            callback.query(ledger.spent * repeats, self._at(ledger, self.settings.defaults).value)
-        before = self._at(ledger, self.settings.defaults)
-        asking = Asking(self._asked(queries // repeats - 1), Log(None, self._scale), repeats)
+        callback.on_file(log.asked)
+        asking = Asking(self._asked(queries // repeats - 1), log, repeats, self.settings.check)
+        (first,) = asking.next_batch()
+        if log.told(first.id) is None:
+            self._tell(asking, first, defaults or self.score_defaults(), callback)
         while batch := asking.next_batch():
-            values = [self.settings.complete(each.at.settings) for each in batch]
-            self._score_batch(ledger, batch[0].id, values, jobs, failures, callback)
-            for trial, chosen in zip(batch, values, strict=True):
-                found = ledger.found(self.settings.texts(chosen))
-                asking.tell(trial.id, self._evaluation(found) if isinstance(found, Score) else FAILED)
-        assert asking.end is not None
-        visited = [each for trial in asking.trials if (each := asking.answer(trial.id)) is not None]
-        limits = Limits.of(self.constraints, visited[0])
-        tuned = self._decided(ledger, before, asking.end.values, visited, limits)
+            self._score_batch(asking, batch, jobs, failures, callback)
+        tuned = self._decided(asking)
         if self.holdout is not None and tuned.changed:
             callback.stage("data held out")
-            tuned = self._confirmed(ledger, tuned)
+            tuned = self._confirmed(tuned)
         return tuned
 
     def _asked(self, queries: int) -> Run[SettingsEnd]:
@@ -325,41 +218,66 @@ class SettingsRun(ProgramRun):
         return stage.end()
 
     def _score_batch(
-        self,
-        ledger: _Ledger,
-        first: int,
-        batch: Sequence[Values],
-        jobs: int,
-        failures: int,
-        callback: Callback,
+        self, asking: Asking[SettingsEnd], batch: Sequence[Trial], jobs: int, failures: int, callback: Callback
     ) -> None:
-        """Score what is not on file of a batch, several at once, and keep it; what is in it twice is scored once."""
-        new = {json.dumps(self.settings.texts(values)): (first + index, values) for index, values in enumerate(batch)}
-        left = [trial for trial in new.values() if ledger.found(self.settings.texts(trial[1])) is None]
+        """Score what is not on file of a batch, several at once, and keep it; the same settings are scored once."""
+        new: dict[str, list[Trial]] = {}
+        for trial in batch:
+            if asking.log.told(trial.id) is None:
+                new.setdefault(json.dumps(self._texts(trial.at)), []).append(trial)
+        left = [trials for trials in new.values() if not self._known(asking, trials)]
 
-        def ask(count: int) -> list[tuple[int, Values]]:
+        def ask(count: int) -> list[list[Trial]]:
             proposed = left[:count]
             del left[:count]
             return proposed
 
-        def tell(trial: tuple[int, Values], found: Score | Failed) -> None:
-            number, values = trial
+        def tell(trials: list[Trial], found: Score | Failed) -> None:
             if isinstance(found, Failed):
                 # One too many is not on file, so that --resume tries it again.
-                self.allow(number, found, ledger.failed, failures, callback)
-            ledger.keep(self.settings.texts(values), found)
-            if isinstance(found, Score):
-                callback.query(ledger.spent * self.score.repeats, found.value)
+                self.allow(trials[0].id, found, asking.log.failed, failures, callback)
+            self._tell(asking, trials[0], found, callback)
+            self._known(asking, trials[1:])
 
-        side_by_side(ask, lambda programs, trial: self._scored(programs, self.score, *trial), tell, jobs)
+        def scored(programs: Programs, trials: list[Trial]) -> Score | Failed:
+            values = self.settings.complete(trials[0].at.settings)
+            return self._scored(programs, self.score, trials[0].id, values)
 
-    def _decided(
-        self, ledger: _Ledger, before: Score, end: Values, visited: Sequence[Evaluation], limits: Limits | None
-    ) -> SettingsOutcome:
+        side_by_side(ask, scored, tell, jobs)
+
+    def _tell(self, asking: Asking[SettingsEnd], trial: Trial, found: Score | Failed, callback: Callback) -> None:
+        if isinstance(found, Failed):
+            asking.tell(trial.id, FAILED)
+            return
+        asking.tell(trial.id, self._evaluation(found), seconds=found.seconds)
+        callback.query(asking.log.asked, found.value)
+
+    def _known(self, asking: Asking[SettingsEnd], trials: Sequence[Trial]) -> bool:
+        """Answer trials whose settings were scored already, which takes no query; returns whether they were."""
+        for trial in trials:
+            known = self._entry(asking, trial.at.settings)
+            if known is None:
+                return False
+            asking.tell(trial.id, FAILED if known.evaluation is None else known.evaluation, asked=0)
+        return True
+
+    def _entry(self, asking: Asking[SettingsEnd], values: Values) -> Entry | None:
+        """Return what is known of settings; None if they were not scored."""
+        texts = self.settings.texts(self.settings.complete(values))
+        told = (asking.log.told(each.id) for each in asking.trials)
+        return next((each for each in told if each is not None and self._texts(each) == texts), None)
+
+    def _texts(self, at: Start | Entry) -> dict[str, str]:
+        return self.settings.texts(self.settings.complete(at.settings or {}))
+
+    def _decided(self, asking: Asking[SettingsEnd]) -> SettingsOutcome:
         """Return what the guard makes of the search's end; one that failed, or violates a constraint, is none."""
-        failed = not isinstance(ledger.found(self.settings.texts(end)), Score)
-        best_values = self.settings.complete({} if failed else end)
-        best = self._at(ledger, best_values)
+        assert asking.end is not None
+        visited = [each for trial in asking.trials if (each := asking.answer(trial.id)) is not None]
+        limits = Limits.of(self.constraints, visited[0])
+        before, end = self._score(asking, {}), self._entry(asking, asking.end.values)
+        best_values = self.settings.complete({} if end is None or end.failed else asking.end.values)
+        best = self._score(asking, best_values)
         ends = {BEFORE: self._evaluation(before), AFTER: self._evaluation(best)}
         others = list(visited)
         others.remove(ends[AFTER])  # which is among what was chosen from anyway
@@ -379,40 +297,44 @@ class SettingsRun(ProgramRun):
             best.value,
             decision.verdict,
             {},
-            {NAME: ledger.spent * self.score.repeats},
-            ledger.failed,
+            {NAME: asking.log.asked},
+            asking.log.failed,
             Constrained.of(limits, ends if kept else {BEFORE: ends[BEFORE]}, visited),
         )
 
-    def _confirmed(self, ledger: _Ledger, tuned: SettingsOutcome) -> SettingsOutcome:
+    def _confirmed(self, tuned: SettingsOutcome) -> SettingsOutcome:
         """Return what data held out prefer; each candidate is asked for once, and kept."""
         assert self.holdout is not None
-        aside = dict[str, float]()
+        log, aside = Log(self.folder / OTHER_DATA, self._scale), dict[str, float]()
         seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
         if tuned.constrained is not None and not tuned.constrained.allows(BEFORE):
             del seen[BEFORE]
         with ending() as programs:
             for name in seen:
                 values = self.settings.defaults if name == BEFORE else tuned.values
-                trial, texts = f"{HELD_OUT}-{name}", self.settings.texts(values)
-                found = ledger.found(texts, held_out=True)
-                if found is None:
+                trial, at = f"{HELD_OUT}-{name}", Start(torch.zeros(0), settings=values)
+                known = log.recall(at)
+                if known is None:
                     found = self._scored(programs, self.holdout, trial, values)
-                if isinstance(found, Failed):
-                    raise TrialError(f"--holdout failed on {name!r}: {found.reason}", self.log(trial))
-                if ledger.found(texts, held_out=True) is None:
-                    ledger.keep(texts, found, held_out=True)
-                aside[name] = found.value
-                self.check_unit(seen[name], found.value, trial)
+                    if isinstance(found, Failed):
+                        raise TrialError(f"--holdout failed on {name!r}: {found.reason}", self.log(trial))
+                    known = self._evaluation(found)
+                    log.keep(at, known, self.holdout.repeats)
+                aside[name] = self._scale.to_value(known.cost)
+                self.check_unit(seen[name], aside[name], trial)
         chosen, verdict = best_on_holdout(seen, aside, self._scale, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
         tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)
         return tuned if chosen == AFTER else replace(tuned, values=self.settings.defaults, after=tuned.before)
 
-    def _at(self, ledger: _Ledger, values: Values) -> Score:
-        found = ledger.found(self.settings.texts(values))
-        assert isinstance(found, Score)
-        return found
+    def _score(self, asking: Asking[SettingsEnd], values: Values) -> Score:
+        """Return what the program found for settings."""
+        known = self._entry(asking, values)
+        assert known is not None
+        assert known.cost is not None
+        to_value, halves = self._scale.to_value, known.halves
+        pair = None if halves is None else (to_value(halves[0]), to_value(halves[1]))
+        return Score(to_value(known.cost), pair, known.noise, known.seconds, known.also)
 
     def _evaluation(self, score: Score) -> Evaluation:
         halves = score.halves and self._scale.costs_of((score.halves,))

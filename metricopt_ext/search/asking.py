@@ -142,13 +142,15 @@ class Asking(Generic[End]):
         self.go_on()
         return [each for each in self.batch if each.id in self.log.entries and self.log.told(each.id) is None]
 
-    def tell(self, id: int, evaluation: Evaluation | None) -> None:
+    def tell(self, id: int, evaluation: Evaluation | None, *, asked: int | None = None, seconds: float = 0.0) -> None:
         """Answer a trial; it is on disk when this returns.
 
         Args:
             id: The trial's.
             evaluation: The metric's; of a failure, an evaluation that `failed`: the worst of the run stands in for it;
                 None where nobody waits for it any more: it costs no query, and its batch closes without it.
+            asked: How often the metric was called for it; None for its repeats.
+            seconds: How long that took.
 
         Raises:
             ValueError: There is no such trial, or it has another answer already; or the value of a start is needed.
@@ -167,7 +169,8 @@ class Asking(Generic[End]):
             raise ValueError(f"there is no open trial {id!r}; open are {known_ones}: ask for trials first")
         if evaluation is None and id < self._starts:
             raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
-        self.log.append([Entry.of(id, trial.at).told(evaluation, self.repeats)])
+        asked = self.repeats if asked is None else asked
+        self.log.append([Entry.of(id, trial.at).told(evaluation, asked, seconds)])
 
     def answer(self, id: int) -> Evaluation | None:
         """Return a trial's answer, of one that failed the worst so far; None without any, or if it was given up."""

@@ -43,6 +43,7 @@ class Entry:
         asked: How often the metric was called.
         pairs: Its costs on several pairs of halves, ``halves`` the first; empty without several.
         also: Other quantities that it told, by name; None without any.
+        seconds: How long it took; 0 where nobody said.
     """
 
     id: int
@@ -57,6 +58,7 @@ class Entry:
     asked: int = 0
     pairs: Pairs = ()
     also: dict[str, float] | None = None
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, id: int, start: Start) -> "Entry":
@@ -65,14 +67,15 @@ class Entry:
         numbers = [float(str(each)) for each in start.phi.detach().cpu().numpy()]
         return cls(id, numbers, digest_of(start), dict(start.settings) or None)
 
-    def told(self, evaluation: Evaluation | None, asked: int) -> "Entry":
+    def told(self, evaluation: Evaluation | None, asked: int, seconds: float = 0.0) -> "Entry":
         """Return it with its answer; None gives it up. Of a stand-in only the failure is kept."""
         if evaluation is None:
             return replace(self, given_up=True)
         if evaluation.failed:
             return replace(self, failed=True, asked=asked)
         cost, halves, noise, _, pairs, also = evaluation
-        return replace(self, cost=cost, halves=halves, noise=noise, asked=asked, pairs=pairs, also=also)
+        told = replace(self, cost=cost, halves=halves, noise=noise, asked=asked, pairs=pairs, also=also)
+        return replace(told, seconds=seconds)
 
     @property
     def open(self) -> bool:
@@ -117,7 +120,7 @@ class Entry:
         Raises:
             ValueError: The message says which.
         """
-        if not all(map(math.isfinite, self.phi)):
+        if not all(map(math.isfinite, (*self.phi, self.seconds))):
             raise ValueError(f"point {self.id} is not finite")
         if self.noise is not None and not 0 <= self.noise < math.inf:
             raise ValueError(f"{self.noise} is no standard error")
@@ -181,6 +184,16 @@ class Log:
     def answered(self) -> int:
         """How many points were evaluated, those that failed among them."""
         return sum(not each.open and not each.given_up for each in self.entries.values())
+
+    @property
+    def asked(self) -> int:
+        """How often the metric was called."""
+        return sum(each.asked for each in self.entries.values())
+
+    @property
+    def failed(self) -> int:
+        """How many points' evaluations failed."""
+        return sum(each.failed and each.asked > 0 for each in self.entries.values())
 
     def recall(self, at: Start) -> Evaluation | None:
         """Return an evaluation of a point that an earlier process left; each is returned once, in their order."""

@@ -149,12 +149,12 @@ def test_repeats_are_counted(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "names"),
-    [("value", float("nan"), ()), ("settings", {"a": "0.5"}, ("settings",)), ("more", 1, ())],
+    [("cost", float("nan"), ()), ("settings", {"b": "0.5"}, ("b",)), ("more", 1, ())],
 )
 def test_a_damaged_file_is_refused(key: str, value: Any, names: tuple[str, ...]) -> None:
     made().tune(8)
-    path = Path("out/settings.json")
-    content = json.loads(path.read_text())
-    content["evaluations"][1][key] = value
-    path.write_text(json.dumps(content))
-    assert_refused(lambda: made().tune(8), FileFormatError, "settings.json", *names)
+    path = Path("out/settings.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    lines[2] = json.dumps({**json.loads(lines[2]), key: value}) + "\n"
+    path.write_text("".join(lines))
+    assert_refused(lambda: made().tune(8), FileFormatError, "settings.jsonl", *names)
