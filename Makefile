@@ -134,7 +134,7 @@ golden-freeze: .venv-detectron2/.installed  ## compute all of these numbers anew
 	.venv-detectron2/bin/python tests/golden/golden.py freeze
 
 test-compare: .venv-compare/.installed  ## run the tests of rivals that other packages bring, BoTorch's and Nevergrad's
-	.venv-compare/bin/python -m pytest $(ARGS) -m "not slow or outcome" tests/search/test_rivals.py
+	.venv-compare/bin/python -m pytest $(ARGS) -m "not slow or outcome" tests/experiment/test_rivals.py
 
 .venv-compare/.installed: $(STAMP)
 	$(call shared,.venv-compare)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers.refusals import assert_refused
+from metricopt_ext.experiment.rivals import BoTorch, Nevergrad, Optuna
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.rivals import BoTorch, Nevergrad, Optuna
 from metricopt_ext.search.strategy import SearchStrategy
 from testers.strategy import StrategyTester
 
