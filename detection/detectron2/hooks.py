@@ -293,4 +293,4 @@ def best_of(recording: Recording) -> int:
 
 def values_of(recording: Recording) -> list[float]:
     """Return the evaluations so far, in the metric's own units."""
-    return [recording.metric.to_value(each.cost) for each in recording.evaluations]
+    return [each.value for each in recording.evaluations]

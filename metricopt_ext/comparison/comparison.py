@@ -105,7 +105,7 @@ class Opening:
         return {
             "chosen": shown(started.chosen),
             "queries": started.spent,
-            "validation": {shown(name): task.metric.to_value(each.cost) for name, each in started.evaluated.items()},
+            "validation": {shown(name): each.value for name, each in started.evaluated.items()},
             "test": {shown(name): judge(test, start) for name, start in started.starts.items()},
             "seconds": self.seconds,
             "passes": asdict(self.passes),

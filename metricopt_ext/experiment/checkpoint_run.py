@@ -216,7 +216,7 @@ class CheckpointRun(ProgramRun):
 
         def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
-                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, also=found.also)
+                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, outcomes=found.also)
                 callback.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:

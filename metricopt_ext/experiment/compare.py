@@ -145,9 +145,5 @@ def known(results: Mapping[str, tuple[Reached, ...]]) -> dict[str, float]:
 def judge(task: FinetuneTask, end: End) -> float:
     """Return the task's metric, in its own units, of a phi of its model, another model, or a start; one query."""
     if isinstance(end, nn.Module):
-        cost = task.cost_of(end, "judge")
-    elif isinstance(end, Start):
-        cost = task.evaluate_start(end, "judge").cost
-    else:
-        cost = task.cost(end, "judge")
-    return task.metric.to_value(cost)
+        return task.evaluate_model(end, "judge").value
+    return task.evaluate_start(end if isinstance(end, Start) else Start(end), "judge").value

@@ -21,7 +21,7 @@ from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, label
 from metricopt_ext.search.stages import SettingsEnd, SettingsStage
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -258,7 +258,7 @@ class SettingsRun(ProgramRun):
             known = self._entry(asking, trial.at.settings)
             if known is None:
                 return False
-            asking.tell(trial.id, FAILED if known.evaluation is None else known.evaluation, asked=0)
+            asking.tell(trial.id, asking.log.evaluation(known) or FAILED, asked=0)
         return True
 
     def _entry(self, asking: Asking[SettingsEnd], values: Values) -> Entry | None:
@@ -320,7 +320,7 @@ class SettingsRun(ProgramRun):
                         raise TrialError(f"--holdout failed on {name!r}: {found.reason}", self.log(trial))
                     known = self._evaluation(found)
                     log.keep(at, known, self.holdout.repeats)
-                aside[name] = self._scale.to_value(known.cost)
+                aside[name] = known.value
                 self.check_unit(seen[name], aside[name], trial)
         chosen, verdict = best_on_holdout(seen, aside, self._scale, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
@@ -331,14 +331,14 @@ class SettingsRun(ProgramRun):
         """Return what the program found for settings."""
         known = self._entry(asking, values)
         assert known is not None
-        assert known.cost is not None
-        to_value, halves = self._scale.to_value, known.halves
-        pair = None if halves is None else (to_value(halves[0]), to_value(halves[1]))
-        return Score(to_value(known.cost), pair, known.noise, known.seconds, known.also)
+        assert known.value is not None
+        also = {name: each.value for name, each in (known.outcomes or {}).items()}
+        return Score(known.value, known.pairs[0] if known.pairs else None, known.noise, known.seconds, also or None)
 
     def _evaluation(self, score: Score) -> Evaluation:
-        halves = score.halves and self._scale.costs_of((score.halves,))
-        return Evaluation.of(self._scale.to_cost(score.value), halves or None, score.noise)._replace(also=score.also)
+        outcomes = {name: Outcome(value) for name, value in (score.also or {}).items()}
+        pairs = () if score.halves is None else (score.halves,)
+        return Evaluation(score.value, outcomes, pairs, score.noise, unit=self._scale.unit)
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: int | str, values: Values) -> Score | Failed:
         """Score settings; any thread may call it."""

@@ -154,7 +154,7 @@ class SearchPhi(L.Callback):
             self._check_logged(trainer.logged_metrics)
             value = float(trainer.logged_metrics[self.monitor])
             if math.isfinite(value):  # or undefined so early in the training
-                self._metric(lambda: None).checked_cost(value)
+                self._metric(lambda: None).checked(value)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that there are batches to draw, and validation data, the one loader or that of ``monitor``, of others.

@@ -193,9 +193,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
             queries_per_start=ledger.spent - before,
             fit=Fit(f),
             path=path,
-            details=RecipeDetails(
-                task.metric.to_value(evaluated["loss_finetune"].cost), StepWeights(0.0, self.metric_rate), tuple(store)
-            ),
+            details=RecipeDetails(evaluated["loss_finetune"].value, StepWeights(0.0, self.metric_rate), tuple(store)),
         )
 
     def learn(self, trajectories: Sequence[Trajectory], seed: int = 0) -> ValueFunction:

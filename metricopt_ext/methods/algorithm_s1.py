@@ -234,7 +234,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             queries_per_start=ledger.spent - before,
             fit=Fit(learned.f),
             path=path,
-            details=LearnedDetails(task.metric.to_value(evaluated["loss_finetune"].cost), learned),
+            details=LearnedDetails(evaluated["loss_finetune"].value, learned),
         )
 
     def new_rule(self, seed: int) -> UpdateRule:

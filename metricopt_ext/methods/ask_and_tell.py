@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.asking import Trial as Asked
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.halved import pairs_of
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Value
@@ -227,7 +228,7 @@ class Search:
         value: float,
         halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
         noise: float | None = None,
-        also: Mapping[str, float] | None = None,
+        outcomes: Mapping[str, Any] | None = None,
     ) -> None:
         """Tell what the metric is at a trial; it is on disk when this returns.
 
@@ -237,37 +238,28 @@ class Search:
             halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
                 several pairs of halves, as many at each trial.
             noise: Standard error of the value, if it is the mean of several evaluations.
-            also: Other quantities, by name: those that the metric is subject to, and any that are to be shown.
+            outcomes: Other quantities, by name: those that the metric is subject to, and any that are to be shown. Each
+                is a number, or ``(value, halves)``, or ``(value, halves, noise)``, as of the metric.
 
         Raises:
             ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
                 metric's bounds, or missing although the metric is subject to it, or another trial was told another
                 number of pairs. Nothing has changed then.
         """
-        metric, pairs = self.task.metric, None
-        try:
-            cost = metric.checked_cost(number_of(value))
-            if halves is not None:
-                pairs = metric.costs_of(pairs_of(halves))
-            error = None if noise is None else number_of(noise) / metric.scale
-        except (TypeError, ValueError) as wrong:
-            evaluated = f"{brief(value)}, halves {brief(halves)}, noise {brief(noise)}"
+        metric = self.task.metric
+        told = _told(f"{metric.name!r}", (value, halves, noise))
+        before = {len(each.pairs) for each in self._asking.log.entries.values() if each.pairs}
+        if told.pairs and before and len(told.pairs) not in before:
             raise ValueError(
-                f"{evaluated}: tell a number, two for halves or None (or several pairs of two), and a number for"
-                " noise or None"
-            ) from wrong
+                f"trial {id} is told {counted(len(told.pairs), 'pair')} of halves, but others {before.pop()}; divide"
+                " the data in the same ways for all"
+            )
+        try:
+            value, pairs = metric.checked(told.value), metric.checked_pairs(told.pairs)
         except MetricError as wrong:
             raise ValueError(str(wrong)) from wrong
-        if error is not None and not 0 <= error < math.inf:
-            raise ValueError(f"noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-        before = {len(each.pairs) or 1 for each in self._asking.log.entries.values() if each.halves is not None}
-        if pairs is not None and before and len(pairs) not in before:
-            raise ValueError(
-                f"trial {id} is told {counted(len(pairs), 'pair')} of halves, but others {before.pop()}; divide the"
-                " data in the same ways for all"
-            )
-        besides = told_besides(also, metric)
-        self._asking.tell(id, Evaluation.of(cost, pairs, error)._replace(also=besides))
+        besides = told_besides(outcomes, metric)
+        self._asking.tell(id, Evaluation(value, besides, pairs, told.noise, unit=metric.unit))
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
@@ -405,26 +397,47 @@ def _told_from_outside(model: nn.Module) -> float:
     raise MetricError("the values of this search are told to it; it has no function to call")
 
 
-def told_besides(also: Mapping[str, float] | None, metric: Metric) -> dict[str, float] | None:
-    """Return what was told besides the metric; None if it is nothing.
+def told_besides(outcomes: Mapping[str, Any] | None, metric: Metric) -> dict[str, Outcome]:
+    """Return what was told besides the metric.
 
     Raises:
         ValueError: It is no mapping of names to finite numbers, or lacks what the metric is subject to.
     """
-    if also is not None and not isinstance(also, Mapping):
-        raise ValueError(f"also is {brief(also)}; it must map names to numbers, e.g. {{'accuracy': 0.9}}")
-    evaluated = dict[str, float]()
-    for name, value in (also or {}).items():
-        try:
-            evaluated[name] = number_of(value)
-        except TypeError as wrong:
-            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a number") from wrong
-        if not isinstance(name, str) or not math.isfinite(evaluated[name]):
-            raise ValueError(f"also has {brief(name)}: {brief(value)}; it must be a finite number with a name")
-    missing = [name for name in metric.subject_to if name not in evaluated]
+    if outcomes is not None and not isinstance(outcomes, Mapping):
+        raise ValueError(f"outcomes are {brief(outcomes)}; they must map names to numbers, e.g. {{'accuracy': 0.9}}")
+    told = dict[str, Outcome]()
+    for name, given in (outcomes or {}).items():
+        if not isinstance(name, str):
+            raise ValueError(f"outcomes have {brief(name)}: {brief(given)}; it must have a text for a name")
+        told[name] = _told(f"outcome {name!r}", given if isinstance(given, tuple) else (given,))
+        if not all(map(math.isfinite, (told[name].value, *chain(*told[name].pairs)))):
+            raise ValueError(f"outcomes have {brief(name)}: {brief(given)}; it must be a finite number with a name")
+    missing = [name for name in metric.subject_to if name not in told]
     if missing:
-        known = f"told are {', '.join(map(repr, evaluated))}" if evaluated else "nothing was told"
+        known = f"told are {', '.join(map(repr, told))}" if told else "nothing was told"
         raise ValueError(
-            f"the metric is subject to {missing[0]!r}, and {known} besides; tell(..., also={{{missing[0]!r}: VALUE}})"
+            f"the metric is subject to {missing[0]!r}, and {known} besides;"
+            f" tell(..., outcomes={{{missing[0]!r}: VALUE}})"
         )
-    return evaluated or None
+    return told
+
+
+def _told(what: str, given: tuple[Any, ...]) -> Outcome:
+    """Return a value, and its halves and its noise if they are told.
+
+    Raises:
+        ValueError: They are something else, or the noise is no standard error.
+    """
+    try:
+        value, halves, noise = (*given, None, None)[: max(3, len(given))]
+        pairs = () if halves is None else pairs_of(halves)
+        error = None if noise is None else number_of(noise)
+        told = Outcome(number_of(value), pairs, error)
+    except (TypeError, ValueError) as wrong:
+        raise ValueError(
+            f"{what}: {', '.join(map(brief, given))}; tell a number, two for halves or None (or several pairs of two),"
+            " and a number for noise or None"
+        ) from wrong
+    if error is not None and not 0 <= error < math.inf:
+        raise ValueError(f"{what}: noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
+    return told

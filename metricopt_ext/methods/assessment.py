@@ -231,7 +231,7 @@ def assessed(
     advised = _advised(metric, evaluated, best, verdicts, guard, dim, least, besides)
     return Assessment(
         metric=metric.name,
-        before=metric.to_value(trained.cost),
+        before=trained.value,
         queries=(len(evaluated) + besides) * metric.repeats,
         guard=guard,
         reliability=_reliability(points, guard) if known else math.nan,
@@ -333,12 +333,12 @@ def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the points, without halves if these can't be of two halves of data."""
     if not fault_of_halves([each.evaluation for each in evaluated]):
         return list(evaluated)
-    return [each._replace(evaluation=each.evaluation._replace(halves=None)) for each in evaluated]
+    return [each._replace(evaluation=each.evaluation.without_halves()) for each in evaluated]
 
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
     """Return each evaluation once: a start that changes no prediction has the same, and no news."""
-    return list(dict.fromkeys(each._replace(also=None) for each in points))
+    return list({(each.value, each.pairs, each.noise): each for each in reversed(points)}.values())[::-1]
 
 
 def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
@@ -399,7 +399,8 @@ def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence:
     """
 
     def needed(gain: float) -> float:
-        return judge(trained, trained._replace(cost=trained.cost - gain), points, confidence).needed or 0.0
+        end = trained._replace(value=trained.unit.value(trained.cost - gain))
+        return judge(trained, end, points, confidence).needed or 0.0
 
     large = VERY_LARGE * max(abs(trained.cost - each.cost) for each in points)
     return max(needed(0.0), needed(large) ** 2 / large if large else 0.0)

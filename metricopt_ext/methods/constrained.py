@@ -47,10 +47,9 @@ class Constrained:
         if limits is None:
             return None
         violated = {  # what was not asked, as f's mean stands in, is not known to satisfy any
-            name: limits.constraints if each.also is None else limits.violated(each)
-            for name, each in candidates.items()
+            name: limits.violated(each) if each.outcomes else limits.constraints for name, each in candidates.items()
         }
-        excesses = {name: limits.excesses(each) for name, each in candidates.items() if each.also is not None}
+        excesses = {name: limits.excesses(each) for name, each in candidates.items() if each.outcomes}
         return cls(limits, violated, excesses, sum(map(limits.hold, evaluated)), len(evaluated))
 
     def allows(self, name: str) -> bool:

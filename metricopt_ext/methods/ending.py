@@ -117,7 +117,7 @@ def guarded(
         stage: Where the stage over settings of inference ended; None without any.
     """
     starts, evaluated, started = began.starts, began.evaluated, began.name
-    start, value, repeats = began.at.phi, task.metric.to_value, task.metric.repeats
+    start, repeats = began.at.phi, task.metric.repeats
     decision, share = decided(task, began, end, confidence, limits)
     candidates, ends = found(began, end, limits)
     path = path_of(start, end)
@@ -143,10 +143,10 @@ def guarded(
     fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
         **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
-        | {"best": value(min(each.cost for each in allowed.values()))},
+        | {"best": min(allowed.values(), key=lambda each: each.cost).value},
         queries={name: number * repeats for name, number in queries.items()},
         queries_per_start=evaluations * repeats,
-        starts={name: value(each.cost) for name, each in evaluated.items()},
+        starts={name: each.value for name, each in evaluated.items()},
         strengths=dict(began.lines),
         started_at=started,
         fit=fit,
@@ -178,7 +178,8 @@ def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Eva
     """Return a point, ``d``, and what f takes its cost for, within the metric's bounds."""
     assert end.f is not None
     cost = float(end.f(point[None])[0])
-    return point, Evaluation(cost if metric.bounds is None else min(1.0, max(0.0, cost)))
+    cost = cost if metric.bounds is None else min(1.0, max(0.0, cost))
+    return point, Evaluation(metric.to_value(cost), unit=metric.unit)
 
 
 def path_of(start: Tensor, end: SearchResult) -> Tensor:

@@ -73,7 +73,7 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
     found = {
         name: task.evaluate_start(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)
     }
-    values = {name: task.metric.to_value(each.cost) for name, each in found.items()}
+    values = {name: each.value for name, each in found.items()}
     result = preferred(result, values, task.metric, confidence)
     if result.settings is None or task.settings is None:
         return result

@@ -53,5 +53,5 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
             queries_per_start=ledger.spent - before,
             fit=fit,
             path=tuned.path,
-            details=RecipeDetails(task.metric.to_value(tuned.evaluations["loss_finetune"].cost), setting, tuple(store)),
+            details=RecipeDetails(tuned.evaluations["loss_finetune"].value, setting, tuple(store)),
         )

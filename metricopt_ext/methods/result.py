@@ -316,19 +316,19 @@ def outcome(
     verdict = decision.verdict
     return {
         "metric": metric.name,
-        "before": metric.to_value(candidates["start"].cost),
-        "after": metric.to_value(candidates[decision.kept].cost),
-        "best": metric.to_value(min(each.cost for each in candidates.values())),
+        "before": candidates["start"].value,
+        "after": candidates[decision.kept].value,
+        "best": min(candidates.values(), key=lambda each: each.cost).value,
         "chosen": decision.kept,
         "chance": None if verdict.chance is None else verdict.chance * metric.scale,
         "optimism": verdict.optimism * metric.scale,
         "needed": None if verdict.needed is None else verdict.needed * metric.scale,
         "ends": ends,
-        "values": {name: metric.to_value(each.cost) for name, each in candidates.items()},
+        "values": {name: each.value for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
         "scale": metric.scale,
-        "elsewhere": {name: dict(each.also) for name, each in candidates.items() if each.also},
+        "elsewhere": {name: each.also for name, each in candidates.items() if each.also},
     }
 
 
@@ -344,7 +344,7 @@ def of_learner(
         store: The trajectories.
     """
     return {
-        "starts": {"start": metric.to_value(candidates["start"].cost)},
+        "starts": {"start": candidates["start"].value},
         "started_at": "start",
         "candidates": {"start": Start(origin)},
         "split_half": split_half_correlation(store),

@@ -13,7 +13,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import read_json, to_json, write_json
 
 QUERIES = "queries"  # the key of an identity that an assessment leaves open
-FORMAT = 8  # of what is kept: a folder of another format is not resumed
+FORMAT = 9  # of what is kept: a folder of another format is not resumed
 
 
 class Described(Protocol):

@@ -54,7 +54,7 @@ class TunedSettings:
             started: Those that the search of phi began with; None for those that were kept.
         """
         known = () if end is None else end.tried
-        tried = tuple((each.values, metric.to_value(each.evaluation.cost)) for each in known if each.evaluation)
+        tried = tuple((each.values, each.evaluation.value) for each in known if each.evaluation)
         untried = ""
         if end is not None and len(tried) == 1 and settings.queries:
             untried = "the search needs all queries; give it more"

@@ -158,7 +158,7 @@ class Asking(Generic[End]):
         check_integer(0, id=id)
         known = self.log.told(id)
         if known is not None:
-            if not _same(known, evaluation):
+            if not self._same(known, evaluation):
                 said = "given up" if known.given_up else "a failure" if known.failed else "another value"
                 raise ValueError(f"trial {id} was told before, as {said}; what was told stays")
             return
@@ -172,10 +172,16 @@ class Asking(Generic[End]):
         asked = self.repeats if asked is None else asked
         self.log.append([Entry.of(id, trial.at).told(evaluation, asked, seconds)])
 
+    def _same(self, known: Entry, evaluation: Evaluation | None) -> bool:
+        """Whether an answer on file is this very one."""
+        if evaluation is None:
+            return known.given_up
+        return known.failed if evaluation.failed else self.log.evaluation(known) == evaluation
+
     def answer(self, id: int) -> Evaluation | None:
         """Return a trial's answer, of one that failed the worst so far; None without any, or if it was given up."""
         known = self.log.told(id)
-        return None if known is None or known.given_up else known.evaluation or self.worst()
+        return None if known is None or known.given_up else self.log.evaluation(known) or self.worst()
 
     def told(self) -> Answers:
         """Return what is known of the batch that waits for answers."""
@@ -184,8 +190,8 @@ class Asking(Generic[End]):
     def worst(self) -> Evaluation:
         """Return the worst evaluation of the trials so far, which stands in for those that failed."""
         told = (self.log.told(each.id) for each in self.trials)
-        known = (each.evaluation for each in told if each is not None and each.evaluation is not None)
-        return max(known, key=lambda each: each.cost)._replace(failed=True)
+        found = (self.log.evaluation(each) for each in told if each is not None)
+        return max((each for each in found if each is not None), key=lambda each: each.cost)._replace(failed=True)
 
     @property
     def complete(self) -> bool:
@@ -262,13 +268,6 @@ class Asking(Generic[End]):
             " another processor rounds in another way, or the loss draws without a seed; the search was told the kept"
             " ones"
         )
-
-
-def _same(known: Entry, evaluation: Evaluation | None) -> bool:
-    """Whether an answer on file is this very one."""
-    if evaluation is None:
-        return known.given_up
-    return known.failed if evaluation.failed else known.evaluation == evaluation
 
 
 FAILED = Evaluation(math.inf, failed=True)  # what is told of an evaluation that failed

@@ -80,4 +80,4 @@ class BatchMetric(CostScale):
             value = float(self.function(scores.detach(), labels))
         except (Exception, SystemExit) as error:
             raise MetricError(f"metric {self.name!r} raised {type(error).__name__} on a batch: {error}") from error
-        return self.checked_cost(value, " on a batch")
+        return self.to_cost(self.checked(value, " on a batch"))

@@ -24,7 +24,7 @@ class Evaluated(Protocol):
     """What an `Evaluation` has of quantities besides the metric."""
 
     @property
-    def also(self) -> Mapping[str, float] | None:
+    def also(self) -> Mapping[str, float]:
         """Their values by name."""
         ...
 
@@ -144,7 +144,7 @@ def value_of(evaluation: Evaluated, name: str) -> float:
     Raises:
         MetricError: It lacks it.
     """
-    found = (evaluation.also or {}).get(name)
+    found = evaluation.also.get(name)
     if found is None:
         raise MetricError(f"an evaluation has no {name!r}, which subject_to names; tell it at every point")
     return found

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.tasks.evaluation import Pairs, Unit
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.numbers import number_of, within
 from metricopt_ext.utils.words import brief
@@ -47,8 +47,13 @@ class CostScale:
         bounds = None if self.bounds is None else list(self.bounds)
         return {"name": self.name, "maximize": self.maximize, "bounds": bounds}
 
-    def checked_cost(self, value: float, where: str = "") -> float:
-        """Turn a value into a cost, of the bound itself where rounding overshot it.
+    @property
+    def unit(self) -> Unit:
+        """What its values mean."""
+        return Unit(self.maximize, self.bounds)
+
+    def checked(self, value: float, where: str = "") -> float:
+        """Return a value, or the bound itself where rounding overshot it.
 
         Raises:
             MetricError: The value is not finite, or outside the bounds.
@@ -56,7 +61,7 @@ class CostScale:
         if not math.isfinite(value):
             raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
         if self.bounds is None:
-            return self.to_cost(value)
+            return value
         low, high = self.bounds
         value = within(value, low, high)
         if not low <= value <= high:
@@ -64,31 +69,25 @@ class CostScale:
                 f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
                 " bounds, or bounds=None for a metric without any"
             )
-        return self.to_cost(value)
+        return value
 
-    def costs_of(self, pairs: Pairs) -> Pairs:
-        """Turn values on pairs of halves into costs; see `checked_cost`."""
+    def checked_pairs(self, pairs: Pairs) -> Pairs:
+        """Return values on pairs of halves; see `checked`."""
         where = " on a half of its data"
-        return tuple((self.checked_cost(a, where), self.checked_cost(b, where)) for a, b in pairs)
+        return tuple((self.checked(a, where), self.checked(b, where)) for a, b in pairs)
 
     def to_cost(self, value: float) -> float:
-        """Turn the metric's value into a cost: in [0, 1] if bounds are known, lower is better."""
-        if self.bounds is None:
-            return -value if self.maximize else value
-        low, high = self.bounds
-        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+        """Turn the metric's value into a cost (`Unit`)."""
+        return self.unit.cost(value)
+
+    def to_value(self, cost: float) -> float:
+        """Turn a cost back into the metric's own units and direction."""
+        return self.unit.value(cost)
 
     @property
     def scale(self) -> float:
         """How much the value changes when the cost changes by 1, ignoring the sign."""
-        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
-
-    def to_value(self, cost: float) -> float:
-        """Turn a cost back into the metric's own units and direction."""
-        if self.bounds is None:
-            return -cost if self.maximize else cost
-        low, high = self.bounds
-        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+        return self.unit.size
 
 
 def _checked(bounds: Any) -> tuple[float, float]:

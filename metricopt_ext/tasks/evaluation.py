@@ -1,4 +1,4 @@
-"""A metric's verdict on a model, as costs, and what several tell together."""
+"""A metric's verdict on a model, in its own unit, and what several tell together, as costs."""
 
 import math
 from collections.abc import Sequence
@@ -13,40 +13,107 @@ from torch import Tensor
 Pairs = tuple[tuple[float, float], ...]
 
 
-class Evaluation(NamedTuple):
-    """A metric's verdict on a model, as costs.
+class Unit(NamedTuple):
+    """What a metric's values mean to a search, which minimises costs (paper, section 3: M normalised into [0, 1]).
 
     Attributes:
-        cost: The metric's cost.
-        halves: Its costs on two halves of its data, None from a metric that does not report them.
-        noise: Standard error of the cost, from repeats of the evaluation; None without repeats.
-        failed: Whether the metric failed, and the worst evaluation so far stands in for it.
-        pairs: Its costs on several pairs of halves, ``halves`` the first; empty where one pair at most is reported.
-        also: Other quantities that it told of the model, by name and in their own units; None without any.
+        maximize: Whether higher is better.
+        bounds: Lowest and highest possible value, mapped to the cost's [0, 1]; None for values without known bounds,
+            whose cost is the value itself, negated if higher is better.
     """
 
-    cost: float
-    halves: tuple[float, float] | None = None
+    maximize: bool = False
+    bounds: tuple[float, float] | None = None
+
+    def cost(self, value: float) -> float:
+        """Return the cost of a value: in [0, 1] if bounds are known, lower is better."""
+        if self.bounds is None:
+            return -value if self.maximize else value
+        low, high = self.bounds
+        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
+
+    def value(self, cost: float) -> float:
+        """Return the value of a cost."""
+        if self.bounds is None:
+            return -cost if self.maximize else cost
+        low, high = self.bounds
+        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
+
+    @property
+    def size(self) -> float:
+        """How much the value changes when the cost changes by 1, ignoring the sign."""
+        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
+
+
+class Outcome(NamedTuple):
+    """Another quantity that a metric tells of a model, in its own unit.
+
+    Attributes:
+        value: What it is.
+        pairs: Its values on pairs of halves of the metric's data; empty where none are known.
+        noise: Standard error of the value, from repeats of the evaluation; None without repeats.
+    """
+
+    value: float
+    pairs: Pairs = ()
+    noise: float | None = None
+
+
+class Evaluation(NamedTuple):
+    """A metric's verdict on a model.
+
+    Attributes:
+        value: The metric's value.
+        outcomes: Other quantities that it told of the model, by name.
+        pairs: Its values on pairs of halves of its data, by several divisions; empty where it reports none. Where one
+            pair is needed, the first counts.
+        noise: Standard error of the value, from repeats of the evaluation; None without repeats.
+        failed: Whether the metric failed, and the worst evaluation so far stands in for it.
+        unit: What values mean.
+    """
+
+    value: float
+    outcomes: dict[str, Outcome] = {}  # noqa: RUF012 (which nobody changes)
+    pairs: Pairs = ()
     noise: float | None = None
     failed: bool = False
-    pairs: Pairs = ()
-    also: dict[str, float] | None = None
+    unit: Unit = Unit()
 
-    @classmethod
-    def of(cls, cost: float, pairs: Sequence[Sequence[float]] | None, noise: float | None = None) -> "Evaluation":
-        """Make one of a cost and those on pairs of halves, of which one alone is not kept twice."""
-        costs = tuple((first, second) for first, second in pairs or ())
-        return cls(cost, costs[0] if costs else None, noise, pairs=costs if len(costs) > 1 else ())
+    @property
+    def cost(self) -> float:
+        """The value as a cost."""
+        return self.unit.cost(self.value)
+
+    @property
+    def costs_on_pairs(self) -> Pairs:
+        """The costs on pairs of halves."""
+        return tuple((self.unit.cost(first), self.unit.cost(second)) for first, second in self.pairs)
+
+    @property
+    def halves(self) -> tuple[float, float] | None:
+        """The costs on the first pair of halves; None without any."""
+        return self.costs_on_pairs[0] if self.pairs else None
+
+    @property
+    def also(self) -> dict[str, float]:
+        """The values of the other quantities, by name."""
+        return {name: each.value for name, each in self.outcomes.items()}
 
     @property
     def numbers(self) -> list[float]:
         """All numbers of it."""
-        more = () if self.noise is None else (self.noise,)
-        return [self.cost, *more, *(self.halves or ()), *chain(*self.pairs), *(self.also or {}).values()]
+        parts = [self.whole, *self.outcomes.values()]
+        noise = [each.noise for each in parts if each.noise is not None]
+        return [*(each.value for each in parts), *noise, *chain(*(chain(*each.pairs) for each in parts))]
+
+    @property
+    def whole(self) -> Outcome:
+        """The metric's own value, as an outcome."""
+        return Outcome(self.value, self.pairs, self.noise)
 
     def without_halves(self) -> "Evaluation":
         """Return the same as of a metric that reports no halves."""
-        return self._replace(halves=None, pairs=())
+        return self._replace(pairs=())
 
 
 def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
@@ -55,20 +122,14 @@ def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
     return None if None in halves else torch.tensor(halves, dtype=torch.float64)
 
 
-def stacked_noise(evaluations: Sequence[Evaluation]) -> Tensor | None:
-    """Return the standard errors of the costs, ``n``, or None if an evaluation lacks one."""
-    noise = [each.noise for each in evaluations]
-    return None if None in noise else torch.tensor(noise, dtype=torch.float64)
-
-
 def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
     """Return the costs on p pairs of halves, ``n x p x 2``, or None if an evaluation lacks them; p may be 1."""
-    if any(each.halves is None for each in evaluations):
+    if not all(each.pairs for each in evaluations):
         return None
-    return torch.tensor([each.pairs or (each.halves,) for each in evaluations], dtype=torch.float64)
+    return torch.tensor([each.costs_on_pairs for each in evaluations], dtype=torch.float64)
 
 
 def noise_of(evaluations: Sequence[Evaluation]) -> float:
     """Return the standard deviation of the noise in a cost, as repeats of the evaluations show it; 0 without any."""
-    variances = [each.noise**2 for each in evaluations if each.noise is not None]
+    variances = [(each.noise / each.unit.size) ** 2 for each in evaluations if each.noise is not None]
     return math.sqrt(mean(variances)) if variances else 0.0

@@ -15,12 +15,12 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, Pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs, Unit
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import parse_json, to_json
 from metricopt_ext.utils.words import brief, counted
 
-FORMAT = {"format": "metricopt_ext/log/1"}  # the first line
+FORMAT = {"format": "metricopt_ext/log/2"}  # the first line
 
 # Two points are the same if they differ by no more than this share of their size.
 SAME = 1e-6
@@ -35,14 +35,13 @@ class Entry:
         phi: ``d``.
         replaced: Digest of the tensors that its start put in place of the model's own; empty if there were none.
         settings: The settings of inference that were in force, by name; None without any.
-        cost: The metric's cost; None while nobody has told it, or if it failed or was given up.
-        halves: Its costs on two halves of its data; None if it does not tell.
-        noise: Standard error of the cost; None without repeats.
-        failed: Whether the evaluation failed: the worst cost of the run stands in for it.
+        value: The metric's value; None while nobody has told it, or if it failed or was given up.
+        outcomes: Other quantities that it told, by name (`Evaluation`, as for what follows).
+        pairs: Its values on pairs of halves of its data.
+        noise: Standard error of the value.
+        failed: Whether the evaluation failed: the worst of the run stands in for it.
         given_up: Whether nobody waits for it any more; it costs no query.
         asked: How often the metric was called.
-        pairs: Its costs on several pairs of halves, ``halves`` the first; empty without several.
-        also: Other quantities that it told, by name; None without any.
         seconds: How long it took; 0 where nobody said.
     """
 
@@ -50,14 +49,13 @@ class Entry:
     phi: list[float]
     replaced: str = ""
     settings: dict[str, Any] | None = None
-    cost: float | None = None
-    halves: tuple[float, float] | None = None
+    value: float | None = None
+    outcomes: dict[str, Outcome] | None = None
+    pairs: Pairs = ()
     noise: float | None = None
     failed: bool = False
     given_up: bool = False
     asked: int = 0
-    pairs: Pairs = ()
-    also: dict[str, float] | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -73,21 +71,20 @@ class Entry:
             return replace(self, given_up=True)
         if evaluation.failed:
             return replace(self, failed=True, asked=asked)
-        cost, halves, noise, _, pairs, also = evaluation
-        told = replace(self, cost=cost, halves=halves, noise=noise, asked=asked, pairs=pairs, also=also)
-        return replace(told, seconds=seconds)
+        value, outcomes, pairs, noise, *_ = evaluation
+        told = replace(self, value=value, outcomes=outcomes or None, pairs=pairs, noise=noise)
+        return replace(told, asked=asked, seconds=seconds)
 
     @property
     def open(self) -> bool:
         """Whether nobody has answered it."""
-        return self.cost is None and not self.failed and not self.given_up
+        return self.value is None and not self.failed and not self.given_up
 
-    @property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self, unit: Unit) -> Evaluation | None:
         """What the metric said; None if it failed, was given up, or is open."""
-        if self.cost is None:
+        if self.value is None:
             return None
-        return Evaluation(self.cost, self.halves, self.noise, pairs=self.pairs, also=self.also)
+        return Evaluation(self.value, self.outcomes or {}, self.pairs, self.noise, unit=unit)
 
     @property
     def line(self) -> str:
@@ -112,6 +109,8 @@ class Entry:
 
     def same_point(self, phi: Tensor) -> bool:
         """Whether it is at a point, ``d``, but for rounding."""
+        if len(self.phi) != len(phi):
+            return False
         return bool((self.at(phi).double() - phi.double()).norm() <= SAME * phi.double().norm())
 
     def check(self, scale: CostScale) -> None:
@@ -122,18 +121,21 @@ class Entry:
         """
         if not all(map(math.isfinite, (*self.phi, self.seconds))):
             raise ValueError(f"point {self.id} is not finite")
-        if self.noise is not None and not 0 <= self.noise < math.inf:
-            raise ValueError(f"{self.noise} is no standard error")
-        if self.pairs and self.halves != self.pairs[0]:
-            raise ValueError(f"evaluation {self.id} has other halves than the first of its pairs")
-        for cost in (*(() if self.cost is None else (self.cost,)), *(self.halves or ()), *chain(*self.pairs)):
-            if not math.isfinite(cost) or (scale.bounds is not None and not 0 <= cost <= 1):
-                raise ValueError(f"{cost} is no cost of a metric with bounds {scale.bounds}")
-        for name, value in (self.also or {}).items():
-            if not math.isfinite(value) or self.cost is None:
-                raise ValueError(f"evaluation {self.id} has {brief(name)} = {value}, which no evaluation has")
-        if self.cost is not None and (self.failed or self.given_up):
-            raise ValueError(f"evaluation {self.id} has a cost although it failed or was given up")
+        found = self.evaluation(scale.unit)
+        if found is None:
+            if self.outcomes or self.pairs or self.noise is not None:
+                raise ValueError(f"evaluation {self.id} has no value, and more than that")
+            return
+        if self.failed or self.given_up:
+            raise ValueError(f"evaluation {self.id} has a value although it failed or was given up")
+        low, high = scale.bounds or (-math.inf, math.inf)
+        for value in (found.value, *chain(*found.pairs)):
+            if not low <= value <= high:
+                raise ValueError(f"{value} is no value of a metric with bounds {scale.bounds}")
+        if not all(map(math.isfinite, found.numbers)):
+            raise ValueError(f"evaluation {self.id} is not finite")
+        if any(each.noise is not None and each.noise < 0 for each in (found.whole, *found.outcomes.values())):
+            raise ValueError(f"evaluation {self.id} has a negative standard error")
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Log:
 
     Args:
         path: The file; None keeps it in memory only.
-        scale: The metric, whose bounds the costs on file must keep to.
+        scale: The metric, whose bounds the values on file must keep to.
         check: Called before the file is written, to refuse it.
 
     Attributes:
@@ -174,6 +176,10 @@ class Log:
         self._unclaimed: list[Entry] = []  # of an earlier process, that were not asked for again yet
         if path is not None and path.exists():
             self._read(path)
+
+    def evaluation(self, entry: Entry) -> Evaluation | None:
+        """Return what the metric said at an entry's point; None if it failed, was given up, or is open."""
+        return entry.evaluation(self._scale.unit)
 
     def told(self, id: int) -> Entry | None:
         """Return what became of a point; None while nobody has said."""
@@ -198,9 +204,9 @@ class Log:
     def recall(self, at: Start) -> Evaluation | None:
         """Return an evaluation of a point that an earlier process left; each is returned once, in their order."""
         for entry in self._unclaimed:
-            if entry.evaluation and entry.is_of(at) and len(entry.phi) == len(at.phi) and entry.same_point(at.phi):
+            if entry.value is not None and entry.is_of(at) and entry.same_point(at.phi):
                 self._unclaimed.remove(entry)
-                return entry.evaluation
+                return self.evaluation(entry)
         return None
 
     def keep(self, at: Start, evaluation: Evaluation, asked: int) -> None:

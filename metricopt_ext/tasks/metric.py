@@ -19,7 +19,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
 from metricopt_ext.tasks.halved import Halved, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -37,7 +37,7 @@ class Query(NamedTuple):
 
     Attributes:
         item: What was judged: a model, or phi, ``d``; None of a trajectory on file, whose points are not looked up.
-        evaluation: The answer, as costs.
+        evaluation: The answer.
         value: The metric's value, in its own units.
         purpose: What the ledger booked it under.
         spent: Queries in the ledger by then, this one and its repeats among them.
@@ -68,8 +68,8 @@ class Metric(CostScale):
             half), ...))`` gives several pairs of halves, from as many splits of the data each time; where one pair is
             needed, the first counts. ``(value, None)`` is the value alone. So are ``(value, "why there are no
             halves")`` and a half that is NaN, where the metric is undefined: a warning says so once. A dict gives
-            several quantities from one pass: its ``name`` entry is the metric, in any of these forms, and the others
-            are numbers.
+            several quantities from one pass: its ``name`` entry is the metric, and the others are outcomes beside it,
+            each in any of these forms.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
             bounds: its cost is the value itself, negated if higher is better.
@@ -220,7 +220,7 @@ class Metric(CostScale):
         """Tell the callbacks of a query that was answered, booked and kept (see `Query`)."""
         if self.callbacks:
             spent = self.ledger.spent if spent is None else spent
-            query = Query(item, evaluation, self.to_value(evaluation.cost), purpose, spent, on_file)
+            query = Query(item, evaluation, evaluation.value, purpose, spent, on_file)
             for callback in tuple(self.callbacks):
                 callback(query)
 
@@ -241,12 +241,10 @@ class Metric(CostScale):
         calls = [self._call(model, settings) for _ in range(self.repeats)]
         if len(calls) == 1:
             return calls[0]
-        pairs = stacked_pairs(calls)
-        error = stdev(each.cost for each in calls) / math.sqrt(len(calls))
-        found = Evaluation.of(
-            mean(each.cost for each in calls), None if pairs is None else pairs.mean(0).tolist(), error
-        )
-        return found._replace(also=_mean_besides([each.also or {} for each in calls]))
+        names = [name for name in calls[0].outcomes if all(name in each.outcomes for each in calls)]
+        outcomes = {name: _mean_of([each.outcomes[name] for each in calls]) for name in names}
+        whole = _mean_of([Outcome(each.value, each.pairs) for each in calls])
+        return Evaluation(whole.value, outcomes, whole.pairs, whole.noise, unit=self.unit)
 
     def look(self, model: nn.Module, settings: Values | None = None) -> dict[str, float]:
         """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
@@ -257,26 +255,29 @@ class Metric(CostScale):
         return {name: self._besides(name, model, settings) for name in self.also if name not in self.subject_to}
 
     def _besides(self, name: str, model: nn.Module, settings: Values | None) -> float:
-        """Return one quantity besides the metric, by its own function; of one with halves, the value alone."""
+        """Return one quantity besides the metric, by its own function."""
+        return self._outcome(name, model, settings).value
+
+    def _outcome(self, name: str, model: nn.Module, settings: Values | None) -> Outcome:
         returned = self._returned(self.also[name], model, settings, f"{self.name!r}: also[{name!r}]")
-        return _number_besides(returned[0] if isinstance(returned, tuple) else returned, name, self.name)
+        return _outcome_of(returned, name, self.name)
 
     def _call(self, model: nn.Module, settings: Values | None) -> Evaluation:
         """Call the function, and those of ``also`` for what is bounded and missing from what it returned."""
-        returned, also = self._taken_apart(self._returned(self.function, model, settings, repr(self.name)))
+        returned, outcomes = self._taken_apart(self._returned(self.function, model, settings, repr(self.name)))
         evaluation = self._read(returned)
         for name in self.subject_to:
             if name in self.also:
-                also[name] = self._besides(name, model, settings)
-            elif name not in also:
-                known = f"told {', '.join(map(brief, also))} besides" if also else "tells nothing besides"
+                outcomes[name] = self._outcome(name, model, settings)
+            elif name not in outcomes:
+                known = f"told {', '.join(map(brief, outcomes))} besides" if outcomes else "tells nothing besides"
                 raise MetricError(
                     f"subject_to names {brief(name)}, but metric {self.name!r} {known}; let it return a dict,"
                     f" {{{self.name!r}: value, {name!r}: value}}, or give also={{{name!r}: function}}"
                 )
-        return evaluation._replace(also=also) if also else evaluation
+        return evaluation._replace(outcomes=outcomes)
 
-    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, float]]:
+    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, Outcome]]:
         """Return what a function returned for the metric itself, and the other quantities by name."""
         if not isinstance(returned, Mapping):
             return returned, {}
@@ -290,7 +291,7 @@ class Metric(CostScale):
                 f"metric {self.name!r} returned {brief(doubled[0])}, which also= has too; leave one of them out"
             )
         others = {name: each for name, each in returned.items() if name != self.name}
-        return returned[self.name], {name: _number_besides(each, name, self.name) for name, each in others.items()}
+        return returned[self.name], {name: _outcome_of(each, name, self.name) for name, each in others.items()}
 
     def _returned(self, function: Callable[..., Any], model: nn.Module, settings: Values | None, who: str) -> Any:
         """Call a function on the model, which is left as it was."""
@@ -319,28 +320,26 @@ class Metric(CostScale):
     def _read(self, returned: Any) -> Evaluation:
         """Read a number, or a number and two halves."""
         try:
-            given = (returned, returned.halves) if isinstance(returned, Halved) else returned
-            value, halves = given if isinstance(given, tuple) else (given, None)
-            value, why = number_of(value), halves if isinstance(halves, str) else ""
-            pairs = None if halves is None or why else pairs_of(halves)
+            value, halves = _parts_of(returned)
         except (TypeError, ValueError, RuntimeError) as error:
             raise MetricError(
                 f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half)),"
                 " or (number, ((half, half), ...)) with several pairs of halves"
             ) from error
-        cost = self.checked_cost(value)
+        value = self.checked(value)
+        pairs, why = (None, halves) if isinstance(halves, str) else (halves, "")
         if pairs is not None and any(map(math.isnan, chain(*pairs))):
             pairs, why = None, "it is nan on a half of its data"
         if pairs is None:
             self._without_halves(why)
-            return Evaluation(cost)
+            return Evaluation(value, unit=self.unit)
         if len(pairs) != (before := self._pairs or len(pairs)):
             raise MetricError(
                 f"metric {self.name!r} returned {counted(len(pairs), 'pair')} of halves, but {before} before; divide"
                 " the data in the same ways at each call"
             )
         self._pairs = len(pairs)
-        return Evaluation.of(cost, self.costs_of(pairs))
+        return Evaluation(value, pairs=self.checked_pairs(pairs), unit=self.unit)
 
     def _without_halves(self, why: str) -> None:
         """Say once why there are none, if a reason is given; where a few phi alone have none, the guard has others'."""
@@ -371,25 +370,42 @@ def _checked_functions(also: Mapping[str, Callable[..., Any]] | None, metric: st
     return dict(also or {})
 
 
-def _number_besides(returned: Any, name: Any, metric: str) -> float:
-    """Return what was found of a quantity besides the metric.
+def _outcome_of(returned: Any, name: Any, metric: str) -> Outcome:
+    """Return what was found of a quantity besides the metric: a number, or a number and halves, as of the metric.
 
     Raises:
         MetricError: It is no finite number, or its name is no text.
     """
     try:
-        value = number_of(returned)
-    except TypeError as error:
+        value, halves = _parts_of(returned)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise MetricError(f"metric {metric!r}: {brief(name)} is {brief(returned)}; it must be a number") from error
     if not isinstance(name, str) or not math.isfinite(value):
         raise MetricError(f"metric {metric!r}: {brief(name)} is {value}; it must be a finite number with a name")
-    return value
+    if halves is None or isinstance(halves, str) or not all(map(math.isfinite, chain(*halves))):
+        return Outcome(value)
+    return Outcome(value, halves)
 
 
-def _mean_besides(known: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """Return the means of what all of several calls told besides the metric."""
-    names = [name for name in known[0] if all(name in each for each in known)]
-    return {name: mean(each[name] for each in known) for name in names} or None
+def _parts_of(returned: Any) -> tuple[float, Pairs | str | None]:
+    """Return the number, and the pairs of halves or why there are none, of what a function returned.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: It is something else.
+    """
+    given = (returned, returned.halves) if isinstance(returned, Halved) else returned
+    value, halves = given if isinstance(given, tuple) else (given, None)
+    return number_of(value), halves if halves is None or isinstance(halves, str) else pairs_of(halves)
+
+
+def _mean_of(calls: Sequence[Outcome]) -> Outcome:
+    """Return the means of several calls, with the standard error of the value's; of pairs, if all have them."""
+    pairs = tuple(
+        (mean(first for first, _ in each), mean(second for _, second in each))
+        for each in zip(*(call.pairs for call in calls), strict=False)
+    )
+    values = [each.value for each in calls]
+    return Outcome(mean(values), pairs, stdev(values) / math.sqrt(len(values)))
 
 
 def phi_of(model: nn.Module) -> Tensor:

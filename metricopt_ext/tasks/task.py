@@ -374,9 +374,9 @@ class FinetuneTask:
         """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
         return self.evaluate(phi, purpose).cost
 
-    def cost_of(self, model: nn.Module, purpose: str) -> float:
-        """Evaluate the metric on another model, with the settings of inference in force, and return the cost."""
-        return self.metric.ask(partial(self._judged, model), purpose, model, Start(phi_of(model))).cost
+    def evaluate_model(self, model: nn.Module, purpose: str) -> Evaluation:
+        """Evaluate the metric on another model, with the settings of inference in force; one query."""
+        return self.metric.ask(partial(self._judged, model), purpose, model, Start(phi_of(model)))
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.evaluation import Evaluation
 
 # Less than about 1 may be chance: the halves of each visited point are so far away from it.
-VISITED = tuple(Evaluation(10.0 * i, (10.0 * i + 1, 10.0 * i - 1)) for i in range(11))
+VISITED = tuple(Evaluation(10.0 * i, pairs=((10.0 * i + 1, 10.0 * i - 1),)) for i in range(11))
 HEIGHTS = {"start": 0.0, "prior": 3.0, "search": 7.0}  # on test, as phi
 
 
@@ -26,7 +26,7 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
     """Record a run from 100 over a start, with other buffers or without, to an end."""
     task.adapter.model.register_buffer("seen", torch.zeros(1))
     other = Start(at("prior"), {"seen": torch.ones(1)} if elsewhere else {})
-    evaluation = Evaluation(ended, (ended, ended))
+    evaluation = Evaluation(ended, pairs=((ended, ended),))
     end = SearchResult(
         phi=at("search"),
         curve=(),
@@ -38,7 +38,7 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
         widened=1.0,
     )
     starts = {"start": Start(task.origin()), "prior": other}
-    asked = {name: Evaluation(cost, (cost, cost)) for name, cost in (("start", 100.0), ("prior", started))}
+    asked = {name: Evaluation(cost, pairs=((cost, cost),)) for name, cost in (("start", 100.0), ("prior", started))}
     best = min(asked, key=lambda name: asked[name].cost)
     points = [Point(name, start, asked[name]) for name, start in starts.items()]
     result = guarded(task, Began(starts, asked, best, points), end, 0.84)

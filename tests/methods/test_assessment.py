@@ -26,7 +26,7 @@ from metricopt_ext.methods.assessment import (
 )
 from metricopt_ext.methods.guard import Verdict, judge
 from metricopt_ext.tasks.constraints import Constraint, Limits
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.split_half import TELLING
 
 DIM, Z = 24, NormalDist().inv_cdf(0.93)
@@ -47,7 +47,7 @@ def metric_of(**options: Any) -> Metric:
 
 def halved(value: float, apart: float) -> Evaluation:
     """An evaluation by a value to be maximised, whose halves are so far above and below."""
-    return Evaluation(1 - value, (1 - value - apart, 1 - value + apart))
+    return Evaluation(1 - value, pairs=((1 - value - apart, 1 - value + apart),))
 
 
 def case(
@@ -67,7 +67,9 @@ def noisy(
     rng: random.Random, kinds: Sequence[tuple[str, Kind]], draw: Callable[[random.Random], float]
 ) -> list[Evaluated]:
     halves = [(draw(rng), draw(rng)) for _ in kinds]
-    return [Evaluated(*kind, Evaluation(sum(half) / 2, half)) for kind, half in zip(kinds, halves, strict=True)]
+    return [
+        Evaluated(*kind, Evaluation(sum(half) / 2, pairs=(half,))) for kind, half in zip(kinds, halves, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_so_is_noise_that_repeats_show(repeats: int) -> None:
         for kind in WITH_STARTS:
             calls = torch.tensor([0.5 + 0.05 * rng.gauss(0, 1) for _ in range(repeats)], dtype=torch.float64)
             noise = float(calls.std()) / math.sqrt(repeats)
-            told.append(Evaluated(*kind, Evaluation(float(calls.mean()), None, noise)))
+            told.append(Evaluated(*kind, Evaluation(float(calls.mean()), noise=noise)))
         return assessed(metric_of(repeats=repeats), told, DIM).recommendation
 
     assert Counter(run() for _ in range(300))["do not"] >= 285
@@ -108,7 +110,7 @@ def test_halves_are_compared_in_all_orders() -> None:
         first, second = (halves - halves.mean(0)).T
         found = [float(first @ second[list(order)]) for order in permutations(range(6))]
         exact = np.mean([each >= found[0] - 1e-12 for each in found])
-        points = [Evaluation(float(pair.mean()), (float(pair[0]), float(pair[1]))) for pair in halves]
+        points = [Evaluation(float(pair.mean()), pairs=((float(pair[0]), float(pair[1])),)) for pair in halves]
         allowed = 3 * math.sqrt(exact * (1 - exact) / ORDERS) + 2 / ORDERS
         assert by_chance(points, "halves") == pytest.approx(exact, abs=allowed)
 
@@ -118,9 +120,9 @@ def test_repeats_are_compared_by_fishers_f() -> None:
     for f, level in ((2.22, 0.05), (3.09, 0.01)):
         costs = torch.linspace(0, 1, 12, dtype=torch.float64)
         noise = float(costs.std()) / math.sqrt(f)
-        points = [Evaluation(cost, None, noise) for cost in costs.tolist()]
+        points = [Evaluation(cost, noise=noise) for cost in costs.tolist()]
         assert by_chance(points, "repeats", 3) == pytest.approx(level, abs=0.001)
-    assert by_chance([Evaluation(0.1, None, 0.0), Evaluation(0.2, None, 0.0)], "repeats", 3) == 0
+    assert by_chance([Evaluation(0.1, noise=0.0), Evaluation(0.2, noise=0.0)], "repeats", 3) == 0
 
 
 # --- What can't be told ---------------------------------------------------------------------------------------------
@@ -136,21 +138,21 @@ def test_without_halves_or_repeats_nobody_can_tell() -> None:
     assert found.found == pytest.approx(0.11)
 
 
-@pytest.mark.parametrize("halves", [None, (0.4, 0.6)])
-def test_a_constant_metric_tells_nothing(halves: Any) -> None:
-    found = assessed(metric_of(), [Evaluated(*kind, Evaluation(0.5, halves)) for kind in ALONE], DIM)
+@pytest.mark.parametrize("pairs", [(), ((0.4, 0.6),)])
+def test_a_constant_metric_tells_nothing(pairs: Any) -> None:
+    found = assessed(metric_of(), [Evaluated(*kind, Evaluation(0.5, pairs=pairs)) for kind in ALONE], DIM)
     assert (found.recommendation, found.found, found.best_start, found.headroom) == ("undecided", 0, "", 0)
 
 
 def test_a_few_points_tell_nothing() -> None:
-    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, (0.4, 0.6))) for i, kind in enumerate(ALONE)]
+    told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, pairs=((0.4, 0.6),))) for i, kind in enumerate(ALONE)]
     few = assessed(metric_of(), told[: TELLING - 1], DIM)
     assert few.recommendation == "undecided"
 
 
 def test_what_failed_does_not_count() -> None:
     told = case([0.5, 0.5, 0.5, 0.9, 0.8, *np.linspace(0.3, 0.6, 7)])
-    lost = Evaluated("", "phi", Evaluation(1.0, None, None, failed=True))
+    lost = Evaluated("", "phi", Evaluation(1.0, failed=True))
     assert assessed(metric_of(), [*told, lost], DIM) == assessed(metric_of(), told, DIM)
 
 
@@ -221,14 +223,14 @@ def test_the_smallest_gain_is_the_guards(apart: float) -> None:
     points, trained = [each.evaluation for each in told], told[0].evaluation
 
     def short(gain: float) -> bool:
-        needed = judge(trained, trained._replace(cost=trained.cost - gain), points).needed
+        needed = judge(trained, trained._replace(value=trained.cost - gain), points).needed
         assert needed is not None
         return gain < needed
 
     smallest = smallest_gain(trained, points)
     assert short(0.999 * smallest)
     assert not short(1.001 * smallest)
-    gains = torch.tensor([(trained.halves[0] - a) - (trained.halves[1] - b) for _, (a, b), *_ in points])  # type: ignore[index, misc]
+    gains = torch.tensor([(trained.halves[0] - a) - (trained.halves[1] - b) for a, b in (p.halves for p in points)])  # type: ignore[index, misc]
     size = sum(abs(trained.cost - each.cost) for each in points)
     assert smallest >= Z**2 * float(gains.square().sum()) / 4 / size * 0.999  # chance by size alone
     assert smallest_gain(trained, points, 0.5) == 0
@@ -240,7 +242,7 @@ def test_what_violates_a_constraint_is_no_gain() -> None:
     def with_b(values: Sequence[float]) -> list[Evaluated]:
         told = case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD[:-1], 0.8])
         return [
-            each._replace(evaluation=each.evaluation._replace(also={"b": b}))
+            each._replace(evaluation=each.evaluation._replace(outcomes={"b": Outcome(b)}))
             for each, b in zip(told, values, strict=True)
         ]
 

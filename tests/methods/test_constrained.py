@@ -21,7 +21,7 @@ from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 
 Make = Callable[..., Any]
 
@@ -166,11 +166,11 @@ def test_the_search_begins_from_the_best_start_that_satisfies_them(toy: Toy) -> 
 
 # --- The guard ---------------------------------------------------------------------------------------------------
 
-LIMITS = Limits.of(parse_constraints({"a": ">= 0.5"}, "m"), Evaluation(0.9, also={"a": 0.6}))
+LIMITS = Limits.of(parse_constraints({"a": ">= 0.5"}, "m"), Evaluation(0.9, outcomes={"a": Outcome(0.6)}))
 
 
 def at(cost: float, a: float) -> Evaluation:
-    return Evaluation(cost, also={"a": a})
+    return Evaluation(cost, outcomes={"a": Outcome(a)})
 
 
 def test_the_guard_decides_among_what_is_allowed() -> None:
@@ -275,15 +275,15 @@ def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
     search = Search(adapter, 24, maximize=False, subject_to={"along": "<= start + 0.2"})
     (start,) = search.ask()
     assert_refused(lambda: search.tell(start.id, 1.0), ValueError, "subject", "along")
-    assert_refused(lambda: search.tell(start.id, 1.0, also={"longa": 1.0}), ValueError, "longa")
-    for also in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
-        assert_refused(lambda also=also: search.tell(start.id, 1.0, also=also), ValueError, "also")
+    assert_refused(lambda: search.tell(start.id, 1.0, outcomes={"longa": 1.0}), ValueError, "longa")
+    for outcomes in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
+        assert_refused(lambda told=outcomes: search.tell(start.id, 1.0, outcomes=told), ValueError)
     assert search.spent == 0
-    search.tell(start.id, 9.0, also={"along": 0.0, "more": 7.0})
+    search.tell(start.id, 9.0, outcomes={"along": 0.0, "more": (7.0, (6.0, 8.0))})
     while trials := search.ask(8):
         for trial in trials:
             cost = float((trial.phi - toy.task.problem.goal).square().sum())
-            search.tell(trial.id, cost, also={"along": toy.along(trial.phi)})
+            search.tell(trial.id, cost, outcomes={"along": toy.along(trial.phi)})
     run = search.result()
     assert run.also["along"][1] <= 0.2
     assert run.broken == {}

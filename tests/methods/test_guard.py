@@ -36,7 +36,7 @@ from metricopt_ext.tasks.split_half import reliability_of
 
 def evaluations(halves: Any) -> list[Evaluation]:
     """A metric whose value on all of its data is the mean of its halves."""
-    return [Evaluation((float(a) + float(b)) / 2, (float(a), float(b))) for a, b in halves]
+    return [Evaluation((float(a) + float(b)) / 2, pairs=((float(a), float(b)),)) for a, b in halves]
 
 
 # --- Its terms ---------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_reliability_is_lowered_by_fishers_standard_errors(n: int) -> None:
 @pytest.mark.parametrize("signal", [0.0, 1.0, 10.0])
 def test_the_verdict_by_hand(n: int, signal: float) -> None:
     halves = signal * rand(n, 1, seed=n) + rand(n, 2, seed=n + 1)
-    visited, start = evaluations(halves), Evaluation(1.2, (1.0, 1.5))
+    visited, start = evaluations(halves), Evaluation(1.2, pairs=((1.0, 1.5),))
     end = min(visited, key=lambda each: each.cost)
     found = judge(start, end, visited, 0.95)
 
@@ -101,7 +101,9 @@ def test_the_verdict_by_hand(n: int, signal: float) -> None:
 def test_optimism_is_at_most_the_largest_of_so_many_draws() -> None:
     """The halves agree on no order, but differ little: what sets the end apart can't all be chance."""
     visited = evaluations([(0.0, 0.0), *((10 + 0.01 * (-1) ** i, 10 - 0.01 * (-1) ** i) for i in range(7))])
-    found = judge(Evaluation(10.0, (10.0, 10.0)), visited[0], [*visited[1:], Evaluation(9.0, (8.0, 10.0))])
+    found = judge(
+        Evaluation(10.0, pairs=((10.0, 10.0),)), visited[0], [*visited[1:], Evaluation(9.0, pairs=((8.0, 10.0),))]
+    )
     assert found.reliability == 0
     assert found.optimism == pytest.approx(found.chance * math.sqrt(2 * math.log(8)), rel=1e-12)
     assert 0 < found.optimism < 8
@@ -122,8 +124,8 @@ def test_a_plain_number_tells_nothing_and_every_gain_is_believed() -> None:
 def test_the_verdict_from_repeats_by_hand(n: int, signal: float) -> None:
     costs = signal * rand(n, seed=n) + rand(n, seed=n + 1)
     noise = 0.5 + rand(n + 1, seed=n + 2).abs()
-    visited = [Evaluation(cost, None, each) for cost, each in zip(costs.tolist(), noise[1:].tolist(), strict=True)]
-    start, end = Evaluation(1.2, None, float(noise[0])), min(visited, key=lambda each: each.cost)
+    visited = [Evaluation(cost, noise=each) for cost, each in zip(costs.tolist(), noise[1:].tolist(), strict=True)]
+    start, end = Evaluation(1.2, noise=float(noise[0])), min(visited, key=lambda each: each.cost)
     unrepeated = Evaluation(-100.0)  # tells nothing
     found = judge(start, end, [*visited, unrepeated], 0.95)
 
@@ -147,8 +149,8 @@ def test_the_verdict_from_repeats_by_hand(n: int, signal: float) -> None:
 
 def test_repeats_that_always_agree_tell_nothing() -> None:
     """Of a metric without random numbers, whose chance is that of its examples."""
-    visited = [Evaluation(float(i), None, 0.0) for i in range(5)]
-    start, end = Evaluation(1.0, None, 0.0), Evaluation(0.5, None, 0.0)
+    visited = [Evaluation(float(i), noise=0.0) for i in range(5)]
+    start, end = Evaluation(1.0, noise=0.0), Evaluation(0.5, noise=0.0)
     assert judge(start, end, visited).guard == "none"
     found = assert_warned(lambda: decide_among({"start": start, "search": end}, visited), "repeats", "holdout")
     assert found.verdict.guard == "none"
@@ -170,7 +172,7 @@ def test_repeats_that_always_agree_tell_nothing() -> None:
 def test_the_best_of_several_ends_is_kept_if_it_gains_more_than_chance_and_optimism(
     costs: dict[str, float], noise: float | None, overstated: dict[str, float], kept: str
 ) -> None:
-    ends = {name: Evaluation(cost, None, noise) for name, cost in costs.items()}
+    ends = {name: Evaluation(cost, noise=noise) for name, cost in costs.items()}
     assert decide_among(ends, [], 0.84, overstated).kept == kept
 
 
@@ -205,9 +207,9 @@ def test_data_held_out_confirm_a_gain_by_students_t(
 def test_the_smaller_of_the_observed_gain_less_its_optimism_and_of_fs_counts(predicted: float, accepted: bool) -> None:
     assert Verdict(9.0, 0.25, 0.25, 0.5, 9, 0.5, predicted).accepted == accepted
     assert not Verdict(0.75, 0.25, 0.25, 0.5, 9, 0.5, predicted).accepted
-    for halves in (None, (1.0, 1.0)):  # with and without halves
-        visited = [Evaluation(1.0, halves)] * 9
-        found = judge(Evaluation(1.0, halves), Evaluation(0.5, halves), visited, predicted=predicted)
+    for pairs in ((), ((1.0, 1.0),)):  # with and without halves
+        visited = [Evaluation(1.0, pairs=pairs)] * 9
+        found = judge(Evaluation(1.0, pairs=pairs), Evaluation(0.5, pairs=pairs), visited, predicted=predicted)
         assert found.predicted == predicted
         assert found.accepted == (predicted > 0)
 
@@ -409,12 +411,12 @@ FAULTY: dict[str, Any] = {
 @pytest.mark.parametrize("among", [False, True])
 def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | None, among: bool) -> None:
     costs = rand(24, seed=2).tolist()
-    visited = [Evaluation(cost, halves(cost), noise) for cost in costs]
+    visited = [Evaluation(cost, pairs=(halves(cost),), noise=noise) for cost in costs]
     candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
     decision: Any = decide_among if among else decide
     found = assert_warned(lambda: decision(candidates, visited), "halves")
-    without = [each._replace(halves=None) for each in visited]
-    plain = decision({name: each._replace(halves=None) for name, each in candidates.items()}, without)
+    without = [each.without_halves() for each in visited]
+    plain = decision({name: each.without_halves() for name, each in candidates.items()}, without)
     assert found == plain
     assert found.verdict.guard == ("none" if noise is None else "repeats")
 
@@ -422,7 +424,7 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
 @pytest.mark.parametrize("among", [False, True])
 def test_a_value_whose_halves_once_agree_keeps_them(among: bool) -> None:
     visited = evaluations(rand(24, 2, seed=2))
-    visited[3] = Evaluation(visited[3].cost, (visited[3].cost, visited[3].cost))
+    visited[3] = Evaluation(visited[3].cost, pairs=((visited[3].cost, visited[3].cost),))
     candidates = {"start": visited[3], "search": min(visited, key=lambda each: each.cost)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -432,7 +434,7 @@ def test_a_value_whose_halves_once_agree_keeps_them(among: bool) -> None:
 
 def test_points_whose_halves_are_undefined_leave_the_others_to_tell() -> None:
     visited = evaluations(rand(24, 2, seed=2))
-    start, end = Evaluation(1.2, (1.0, 1.5)), visited[0]
+    start, end = Evaluation(1.2, pairs=((1.0, 1.5),)), visited[0]
     expected = judge(start, end, visited)
     found = judge(start, end, [*visited, Evaluation(-3.0)])
     assert found == dataclasses.replace(expected, candidates=25)

@@ -42,8 +42,8 @@ def searched(b: Tensor) -> SearchResult:
     costs = (everywhere @ CURVATURE * everywhere).sum(1)[:, None] / 2 - everywhere @ b.T  # n x C
 
     def evaluation(of: Tensor) -> Evaluation:
-        pairs = [[float(of[list(half)].mean()) for half in division] for division in DIVISIONS]
-        return Evaluation.of(float(of.mean()), pairs)
+        pairs = tuple((float(of[list(a)].mean()), float(of[list(b)].mean())) for a, b in DIVISIONS)
+        return Evaluation(float(of.mean()), pairs=pairs)
 
     evaluations = tuple(evaluation(of) for of in costs)
     scale = torch.eye(2, dtype=torch.float64) / 6  # so long that the process is nearly a quadratic's
@@ -84,7 +84,7 @@ def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(qua
 
     def opposed(point: Tensor, evaluation: Evaluation) -> Evaluation:
         tilt = 0.01 * float(point[0])  # what is good for one half is bad for the other
-        return Evaluation(evaluation.cost, (tilt, -tilt))
+        return Evaluation(evaluation.cost, pairs=((tilt, -tilt),))
 
     evaluations = tuple(opposed(*each) for each in zip(end.points, end.evaluations, strict=True))
     moved = replace(end, evaluations=evaluations, evaluation=opposed(end.phi, end.evaluation))

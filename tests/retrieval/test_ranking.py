@@ -148,12 +148,11 @@ class TestRecall(HalvedMetricTester, RankingTester):
     def told(self, x: Tensor, y: Tensor) -> Told:
         metric = recall_metric([(x[:11], y[:11]), (x[11:], y[11:])], (self.k,), seed=5)
         found, draws = metric.evaluate(nn.Identity(), "drawn"), class_draws(y, 5)
-        pairs = found.pairs or (() if found.halves is None else (found.halves,))
         halves = [
-            [(half.tolist(), metric.to_value(cost)) for half, cost in zip(pair, costs, strict=True)]
-            for pair, costs in zip(draws if pairs else (), pairs, strict=True)
+            [(half.tolist(), value) for half, value in zip(pair, values, strict=True)]
+            for pair, values in zip(draws if found.pairs else (), found.pairs, strict=True)
         ]
-        return Told(metric.to_value(found.cost), halves, metric.ledger.spent)
+        return Told(found.value, halves, metric.ledger.spent)
 
 
 def test_more_queries_than_are_searched_at_once() -> None:
@@ -289,7 +288,7 @@ def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:
     average = embedding_metric(MetricConfig("mean_average_precision_at_r")).function(X, Y)
     assert looked["mean_average_precision_at_r"] == average
     test = build_metric(config, part, constrained=False)
-    assert test.evaluate(Model(), "x").also is None
+    assert test.evaluate(Model(), "x").also == {}
     assert set(test.look(Model())) == {OWN, "mean_average_precision_at_r", "r_precision"}
     assert_refused(lambda: besides(MetricConfig(also=["recal"])), ConfigError, "metric.also", "recal")
     assert_refused(

@@ -391,9 +391,9 @@ def test_metric_is_the_mean_recall_of_the_model_in_evaluation_mode() -> None:
         return recall_at_k(z[:150][rows], y[:150][rows], (2,), gallery=(z[150:], y[150:]), **options).at[2]
 
     found, draws = own.evaluate(model, "test"), class_draws(torch.from_numpy(y[:150]), 3)
-    assert own.to_value(found.cost) == pytest.approx(expected(slice(None)))
-    for costs, halves in zip(found.pairs, draws, strict=True):
-        assert [own.to_value(cost) for cost in costs] == pytest.approx([expected(half) for half in halves])
+    assert found.value == pytest.approx(expected(slice(None)))
+    for values, halves in zip(found.pairs, draws, strict=True):
+        assert list(values) == pytest.approx([expected(half) for half in halves])
     assert not own.new_classes
 
 

@@ -364,7 +364,7 @@ def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -
     assert found.cost == pytest.approx(cost(slice(None)), abs=1e-12)
     assert task.metric.new_classes
     assert len(found.pairs) == len(draws) > 1
-    for costs, halves in zip(found.pairs, draws, strict=True):
+    for costs, halves in zip(found.costs_on_pairs, draws, strict=True):
         assert costs == pytest.approx([cost(half) for half in halves], abs=1e-12)
         assert all(len(labels[half, i].unique()) >= 2 for half in halves for i in (0, 1))
 

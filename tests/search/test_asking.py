@@ -15,7 +15,7 @@ from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectSearch, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 
 each_search = pytest.mark.parametrize(
     "search", [GuidedTrustRegion(), CMAES(), GuidedES(), RandomSearch()], ids=lambda search: type(search).__name__
@@ -105,7 +105,7 @@ def test_the_end_respects_the_constraints(quadratic: Callable[..., Any]) -> None
     start, other = task.origin(), task.origin() + 0.1
 
     def told(cost: float, size: float) -> Evaluation:
-        return Evaluation(cost, also={"size": size})
+        return Evaluation(cost, outcomes={"size": Outcome(size)})
 
     known = [(other, told(0.1, 9.0)), (start, told(0.5, 4.0))]
     begun = RandomSearch().begin(task, Start(start), lambda: 31, known=known)

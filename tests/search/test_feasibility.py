@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.search.feasibility import Aim, ConstrainedAim, Feasibility, log_below_zero, seen_within
 from metricopt_ext.search.visited import Visited
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum, rbf
 
 DIM = 3
@@ -23,7 +23,12 @@ def visited_with(bound: str, count: int = 20) -> tuple[Visited, Limits]:
     """Points with |phi - 1|^2 as the cost and their first coordinate, which a constraint bounds."""
     visited = Visited(torch.zeros(DIM, dtype=torch.float64), GPLearner(1.0, Spectrum.flat(DIM)))
     for phi in torch.cat([torch.zeros(1, DIM, dtype=torch.float64), points(count - 1)]):
-        visited.add(phi, Evaluation(float((phi - 1).square().sum()), also={"first": float(phi[0]), "flat": 2.0}))
+        visited.add(
+            phi,
+            Evaluation(
+                float((phi - 1).square().sum()), outcomes={"first": Outcome(float(phi[0])), "flat": Outcome(2.0)}
+            ),
+        )
     limits = Limits.of(parse_constraints({"first": bound, "flat": ">= 1"}, "cost"), visited.started[1])
     assert limits is not None
     return visited, limits
@@ -83,7 +88,7 @@ def test_an_end_that_violates_is_preferred_to_none_that_holds() -> None:
     aim, plain = ConstrainedAim(f, visited, limits, ()), Aim(f, visited)
 
     def at(cost: float, first: float) -> Evaluation:
-        return Evaluation(cost, also={"first": first, "flat": 2.0})
+        return Evaluation(cost, outcomes={"first": Outcome(first), "flat": Outcome(2.0)})
 
     assert not aim.prefers(at(0.1, 0.6), at(0.9, 0.4), 0.0)
     assert plain.prefers(at(0.1, 0.6), at(0.9, 0.4), 0.0)

@@ -25,7 +25,7 @@ Cost = Callable[[float], float]
 
 
 def known(cost: Cost, *times: float, noise: float | None = None) -> list[tuple[float, Evaluation]]:
-    return [(t, Evaluation(cost(t), None, noise)) for t in times]
+    return [(t, Evaluation(cost(t), noise=noise)) for t in times]
 
 
 def searched(cost: Cost, queries: int) -> list[tuple[float, Evaluation]]:

@@ -41,7 +41,7 @@ def test_a_metric_of_few_values_reacts_by_its_share() -> None:
 def test_chance_is_what_halves_tell_or_else_repeats_or_else_unknown() -> None:
     found = filled(rand(3, 2), torch.arange(3.0))
     repeated = [Evaluation(1.0, noise=0.3), Evaluation(2.0, noise=0.4)]
-    with_halves = Evaluation(0.5, halves=(0.4, 0.6))
+    with_halves = Evaluation(0.5, pairs=((0.4, 0.6),))
     assert found.chance(repeated[0], repeated[1:]) == pytest.approx((0.3**2 + 0.4**2) ** 0.5)
     assert found.chance(with_halves, repeated) == math.inf  # none of the others has halves
     assert found.chance(with_halves._replace(noise=0.0), repeated) == pytest.approx((2 * 0.25 / 3) ** 0.5)

@@ -8,11 +8,11 @@ import pytest
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.constraints import Constraint, Limits, parse_constraints
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 
 
 def told(failed: bool = False, **also: float) -> Evaluation:
-    return Evaluation(0.5, failed=failed, also=also)
+    return Evaluation(0.5, outcomes={name: Outcome(value) for name, value in also.items()}, failed=failed)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_difference_of_decimals_is_no_violation() -> None:
 
 def test_limits_can_be_written_without_a_start() -> None:
     """The same numbers are read again, to the last bit."""
-    start = Evaluation(0.5, also={"a": 0.1 + 0.2, "b": -1e-7})
+    start = Evaluation(0.5, outcomes={"a": Outcome(0.1 + 0.2), "b": Outcome(-1e-7)})
     limits = Limits.of(parse_constraints({"a": ">= start - 0.1", "b": "<= start"}, "m"), start)
     assert limits is not None
     again = Limits.of(parse_constraints(limits.texts(), "m"), Evaluation(0.0))

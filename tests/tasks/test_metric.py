@@ -16,10 +16,12 @@ from torch.nn.utils import parametrizations
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import BudgetError, MetricError, WeightsError
 from metricopt_ext.tasks.batch_metric import BatchMetric
-from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Unit, noise_of, stacked_pairs
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric, Query
+
+HIGHER = Unit(True, (0.0, 1.0))
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -83,8 +85,8 @@ def test_a_value_is_a_cost_within_the_bounds_and_back(maximize: bool, bounds: An
 
 def test_rounding_beyond_a_bound_is_the_bound() -> None:
     scale = Metric(constant(0), maximize=True, bounds=(-1.0, 3.0))
-    assert [scale.checked_cost(value) for value in (-1 - 3e-6, 3 + 3e-6)] == [1, 0]
-    assert_refused(lambda: scale.checked_cost(3 + 5e-6), MetricError, "bounds")
+    assert [scale.checked(value) for value in (-1 - 3e-6, 3 + 3e-6)] == [-1, 3]
+    assert_refused(lambda: scale.checked(3 + 5e-6), MetricError, "bounds")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_what_is_no_metric_is_refused(settings: dict[str, Any], error: Any, name
         ((0.5, (0.5, 1.5)), ("1.5", "bounds")),
         ((0.5, {0: 0.4, 1: 0.6}), ()),  # of which the keys would be taken
         ({"f2": 0.5, "accuracy": 0.5}, ("accuracy", "'f2'")),
-        ({"judge": 0.5, "accuracy": (0.5, (0.5, 0.5))}, ("accuracy",)),
+        ({"judge": 0.5, "accuracy": (0.5, (0.5, 0.5), 1)}, ("accuracy",)),
         ({"judge": 0.5, "ece": 0.5}, ("ece",)),  # which `also` has too
         (ZeroDivisionError("no positives"), ("judge", "positives")),
         (SystemExit(0), ("judge", "SystemExit")),
@@ -186,7 +188,7 @@ def test_repeats_are_averaged_and_counted() -> None:
     assert metric.ledger.spent_on == {"x": 3}
     told = Metric(returning({"f": 0.5, "a": 1.0, "b": 1.0}, {"f": 0.7, "a": 2.0}), maximize=True, name="f", repeats=2)
     assert told.evaluate(nn.Identity(), "x").also == {"a": 1.5}  # what all have
-    pooled = [Evaluation(0.5, None, 0.3), Evaluation(0.1, None, 0.4), Evaluation(0.2)]
+    pooled = [Evaluation(0.5, noise=0.3), Evaluation(0.1, noise=0.4), Evaluation(0.2)]
     assert noise_of(pooled) == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
     assert noise_of(pooled[2:]) == noise_of([]) == 0.0
 
@@ -200,8 +202,8 @@ def test_callbacks_are_told_of_each_query_once() -> None:
     metric.cost(model, "outside")
     metric.with_callbacks(told.append).cost(model, "with the same ledger")
     assert [tuple(query) for query in told[:2]] == [
-        (model, Evaluation(0.875), 0.25, "search", 1, False),
-        (model, Evaluation(0.625), 0.75, "search", 2, False),
+        (model, Evaluation(0.25, unit=metric.unit), 0.25, "search", 1, False),
+        (model, Evaluation(0.75, unit=metric.unit), 0.75, "search", 2, False),
     ]
     assert [(query.purpose, query.spent) for query in told[2:]] == [("of a copy", 1), ("with the same ledger", 4)]
     assert metric.callbacks == []
@@ -214,10 +216,10 @@ def test_callbacks_are_told_of_each_query_once() -> None:
 def test_halves_are_costs_of_one_query_and_the_first_pair_counts_where_one_is_meant(pairs: Any) -> None:
     metric = Metric(lambda: (0.75, pairs), maximize=True)
     found = metric.evaluate(nn.Identity(), "x")
-    assert found == Evaluation(0.25, (0.5, 0.0), pairs=((0.5, 0.0), (0.75, 0.25)))
-    assert metric.ledger.spent == 1
+    assert found == Evaluation(0.75, pairs=((0.5, 1.0), (0.25, 0.75)), unit=HIGHER)
+    assert (found.cost, found.halves, metric.ledger.spent) == (0.25, (0.5, 0.0), 1)
     one = Metric(lambda: (0.75, pairs[:1]), maximize=False).evaluate(nn.Identity(), "x")
-    assert one == Evaluation(0.75, (0.5, 1.0))
+    assert one == Evaluation(0.75, pairs=((0.5, 1.0),), unit=Unit(False, (0.0, 1.0)))
     stacked, alone = stacked_pairs([found, found]), stacked_pairs([one])
     assert stacked is not None
     assert stacked.tolist() == [[[0.5, 0.0], [0.75, 0.25]]] * 2
@@ -238,7 +240,7 @@ def test_a_metric_without_halves_says_once_why(answer: Any, repeats: int) -> Non
     metric = Metric(lambda model: answer, maximize=True, name="auc", repeats=repeats)
     with pytest.warns(UserWarning, match="auc") as said:
         found = [metric.evaluate(nn.Identity(), "x") for _ in range(3)]
-    assert found == [Evaluation(0.5, None, None if repeats == 1 else 0.0)] * 3
+    assert found == [Evaluation(0.5, noise=None if repeats == 1 else 0.0, unit=HIGHER)] * 3
     (warning,) = said
     assert ("nan" if isinstance(answer[1], tuple) else answer[1]) in str(warning.message)
 
@@ -276,9 +278,15 @@ def test_values_on_halves_of_the_data_are_those_of_their_rows() -> None:
 @pytest.mark.parametrize(
     ("value", "evaluation"),
     [
-        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.25, also={"accuracy": 0.9})),
-        ({"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)}, Evaluation(0.25, (0.5, 0.0), also={"n": 3.0})),
-        ({"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0))}, Evaluation(0.25, (0.5, 0.0), also={"b": 0.5})),
+        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.75, {"accuracy": Outcome(0.9)}, unit=HIGHER)),
+        (
+            {"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)},
+            Evaluation(0.75, {"n": Outcome(3.0)}, ((0.5, 1.0),), unit=HIGHER),
+        ),
+        (
+            {"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0)), "c": (0.5, "no halves")},
+            Evaluation(0.75, {"b": Outcome(0.5, ((0.0, 1.0),)), "c": Outcome(0.5)}, ((0.5, 1.0),), unit=HIGHER),
+        ),
     ],
 )
 def test_a_dict_gives_several_values_from_one_call(value: Any, evaluation: Evaluation) -> None:
@@ -305,7 +313,8 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
     metric = Metric(answer, maximize=True, name="f1", also=also, subject_to=bounds, repeats=2)
     model = nn.Linear(1, 1).train()
     for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):
-        assert each.evaluate(model, "x") == Evaluation(0.25, noise=0.0, also={"bound": 3.0, "told": 1.0})
+        others = {"told": Outcome(1.0, noise=0.0), "bound": Outcome(3.0, noise=0.0)}
+        assert each.evaluate(model, "x") == Evaluation(0.75, others, noise=0.0, unit=HIGHER)
         assert [str(one) for one in each.constraints] == ["bound >= 1", "told <= start"]
     assert calls == ["bound", "bound"] * 4
     spent = metric.ledger.spent
@@ -318,7 +327,8 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
 def test_what_is_derived_from_a_subclass_judges_as_it_does() -> None:
     class Halved(Metric):
         def judge(self, model: nn.Module) -> Evaluation:
-            return Evaluation(super().judge(model).cost / 2)
+            found = super().judge(model)
+            return found._replace(value=found.unit.value(found.cost / 2))
 
     metric = Halved(constant(0.2), maximize=True)
     for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):

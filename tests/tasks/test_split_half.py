@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Pairs
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
     correlation_of_halves,
@@ -23,9 +23,8 @@ from metricopt_ext.tasks.trajectory import Trajectory
 
 
 def trajectory(round: int, observed: list[int], halves: list[list[float]] | None, steps: int = 10) -> Trajectory:
-    told = tuple(
-        Evaluation(0.0, None if halves is None else (halves[i][0], halves[i][1])) for i in range(len(observed))
-    )
+    pairs: list[Pairs] = [()] * len(observed) if halves is None else [((a, b),) for a, b in halves]
+    told = tuple(Evaluation(0.0, pairs=each) for each in pairs)
     return Trajectory(round, 0, torch.zeros(steps + 1, 2), torch.zeros(steps), torch.tensor(observed), told)
 
 
@@ -43,22 +42,22 @@ def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:
     start = np.zeros(n)
     wrong = (rng.random((models, n)) < changed) * rng.choice([-1.0, 1.0], size=(models, n))  # gains cancel on average
     halves = torch.tensor(np.stack([wrong[:, :200].mean(1), wrong[:, 200:].mean(1)], 1))
-    estimated = chance_of_gain(Evaluation(start.mean(), (0.0, 0.0)), halves)
+    estimated = chance_of_gain(Evaluation(start.mean(), pairs=((0.0, 0.0),)), halves)
     assert estimated == pytest.approx(math.sqrt(changed / n), rel=0.05)
 
 
 def test_chance_does_not_count_what_both_halves_gain_and_is_unknown_without_halves() -> None:
     elsewhere = torch.tensor([[0.1, 0.3], [0.2, 0.4]], dtype=torch.float64)
-    assert chance_of_gain(Evaluation(0.6, (0.5, 0.7)), elsewhere) == pytest.approx(0, abs=1e-15)
-    assert chance_of_gain(Evaluation(0.6, (0.6, 0.6)), elsewhere) == pytest.approx(0.1)
-    for start, points in ((Evaluation(0.6), elsewhere), (Evaluation(0.6, (0.5, 0.7)), None)):
+    assert chance_of_gain(Evaluation(0.6, pairs=((0.5, 0.7),)), elsewhere) == pytest.approx(0, abs=1e-15)
+    assert chance_of_gain(Evaluation(0.6, pairs=((0.6, 0.6),)), elsewhere) == pytest.approx(0.1)
+    for start, points in ((Evaluation(0.6), elsewhere), (Evaluation(0.6, pairs=((0.5, 0.7),)), None)):
         assert chance_of_gain(start, points) == 0
 
 
 def told(value: Any, first: Any, second: Any) -> list[Evaluation]:
     shape = np.broadcast_shapes(*(np.shape(each) for each in (value, first, second)))
     columns = (np.broadcast_to(each, shape).tolist() for each in (value, first, second))
-    return [Evaluation(cost, (a, b)) for cost, a, b in zip(*columns, strict=True)]
+    return [Evaluation(cost, pairs=((a, b),)) for cost, a, b in zip(*columns, strict=True)]
 
 
 DRAWN = np.random.default_rng(0).random((3, 24))
@@ -84,7 +83,7 @@ def test_halves_that_can_t_be_of_two_halves_of_data(first: Any, second: Any, fau
         said = fault_of_halves(given)
         assert fault in said if fault else not said
     assert fault_of_halves(evaluations[:2]) == ""
-    apart = Evaluation(0.5 * scale, (0.3 * scale, 0.75 * scale))  # a single point where they differ
+    apart = Evaluation(0.5 * scale, pairs=((0.3 * scale, 0.75 * scale),))  # a single point where they differ
     assert fault_of_halves([*evaluations, apart]) == ""
     if fault == "alike":
         assert math.isnan(correlation_of_halves(torch.tensor([each.halves for each in evaluations])))
@@ -116,7 +115,7 @@ def test_halves_in_another_unit_than_the_value(times: float, fault: str) -> None
 def test_a_metric_that_never_varies_and_few_examples_are_not_mistaken(right: int) -> None:
     assert fault_of_halves(told(np.full(9, right / 20), right / 20, right / 20)) == ""
     flipped = [(right, 0, 0), (right - 1, 1, 0), (right - 2, 1, 1), (right - 2, 2, 0)]  # examples wrong in each half
-    assert fault_of_halves([Evaluation(1 - n / 20, (a / 10, b / 10)) for n, a, b in flipped]) == ""
+    assert fault_of_halves([Evaluation(1 - n / 20, pairs=((a / 10, b / 10),)) for n, a, b in flipped]) == ""
     assert fault_of_halves([]) == fault_of_halves([Evaluation(0.1 * i) for i in range(5)]) == ""
 
 
@@ -143,7 +142,7 @@ def test_optimism_is_that_of_least_squares() -> None:
 
         def answer(c: float, halves: tuple[np.ndarray, ...] = halves) -> Evaluation:
             costs = [float(((half - c) ** 2).mean()) for half in halves]
-            return Evaluation(sum(costs) / 2, (costs[0], costs[1]))
+            return Evaluation(sum(costs) / 2, pairs=((costs[0], costs[1]),))
 
         found.append(optimism_of_gain([answer(half.mean()) for half in halves]))  # never below 0 here, so not cut
         true.append((1 + y.mean() ** 2) - ((y - y.mean()) ** 2).mean())  # on new data, less on its own
@@ -152,12 +151,14 @@ def test_optimism_is_that_of_least_squares() -> None:
 
 
 def test_optimism_is_never_below_0_and_0_where_unknown() -> None:
-    assert optimism_of_gain([Evaluation(0.5, (0.4, 0.6)), Evaluation(0.5, (0.7, 0.4))]) == pytest.approx(
-        (0.2 + 0.3) / 4
-    )
-    assert optimism_of_gain([Evaluation(0.5, (0.6, 0.4)), Evaluation(0.5, (0.4, 0.6))]) == 0
+    assert optimism_of_gain(
+        [Evaluation(0.5, pairs=((0.4, 0.6),)), Evaluation(0.5, pairs=((0.7, 0.4),))]
+    ) == pytest.approx((0.2 + 0.3) / 4)
+    assert optimism_of_gain([Evaluation(0.5, pairs=((0.6, 0.4),)), Evaluation(0.5, pairs=((0.4, 0.6),))]) == 0
     assert optimism_of_gain([]) == 0
-    assert optimism_of_gain([Evaluation(0.5, (0.1, 0.9)), Evaluation(0.5)]) == 0  # the second half may just be harder
+    assert (
+        optimism_of_gain([Evaluation(0.5, pairs=((0.1, 0.9),)), Evaluation(0.5)]) == 0
+    )  # the second half may just be harder
 
 
 def test_a_half_is_judged_by_itself() -> None:
@@ -169,7 +170,7 @@ def test_a_half_is_judged_by_itself() -> None:
 def test_what_never_differs_has_no_correlation_and_repeats_that_agree_no_noise() -> None:
     for halves in (None, [[0.5, 0.5], [1.0, 2.0]]):
         assert math.isnan(split_half_correlation([trajectory(0, [0, 10], halves)] * 5))
-    alike = [Evaluation(cost, None, 0.0) for cost in (1.0, 2.0, 3.0)]
+    alike = [Evaluation(cost, noise=0.0) for cost in (1.0, 2.0, 3.0)]
     assert repeats_agree([*alike, Evaluation(5.0)])  # the last has no repeats
-    for others in (alike[:2], [alike[0]] * 5, [*alike, Evaluation(1.0, None, 0.1)]):
+    for others in (alike[:2], [alike[0]] * 5, [*alike, Evaluation(1.0, noise=0.1)]):
         assert not repeats_agree(others)

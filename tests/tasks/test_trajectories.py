@@ -18,7 +18,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.metric import Metric
@@ -126,7 +126,9 @@ def make_trajectory(round: int = 0, index: int = 0) -> Trajectory:
     rng = torch.Generator().manual_seed(index)
     phi, loss = torch.randn(4, 2, generator=rng), torch.randn(3, generator=rng)
     costs = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
-    told = tuple(Evaluation(cost, (0.1, cost), 0.5, False, ((0.1, cost), (0.2, 0.3)), {"size": cost}) for cost in costs)
+    told = tuple(
+        Evaluation(cost, outcomes={"size": Outcome(cost)}, pairs=((0.1, cost), (0.2, 0.3)), noise=0.5) for cost in costs
+    )
     signature = None if round else Signature("film", ("a", "b"), (3, 4), index, 2, "normal/1", None)
     return Trajectory(round, index, phi, loss, torch.tensor([0, 3]), told, signature)
 
@@ -291,7 +293,7 @@ def test_other_tensors_are_another_model_and_a_point_asked_twice_is_kept_twice(t
     assert [bool(each.replaced) for _, each in sorted(Log(path, UNBOUNDED).entries.items())] == [False, True]
     told = ask(counting(), 1.0, 1.0, path=twice)
     assert [each.cost for each in told] == [0.0, 0.1]
-    assert ask(counting(), 1.0, 1.0, 1.0, path=twice) == [*told, Evaluation(0.0)]
+    assert ask(counting(), 1.0, 1.0, 1.0, path=twice) == [*told, told[0]]
     assert [each.cost for each in ask(counting(), 1.0, 1.0, 1.0)] == [0.0, 0.1, 0.2]
 
 
@@ -324,18 +326,24 @@ def test_points_and_answers_come_back_bit_for_bit(tmp_path: Path, dtype: torch.d
     path, log = tmp_path / "log.jsonl", Log(tmp_path / "log.jsonl", UNBOUNDED)
     points = [entry(id, dtype) for id in range(5)]
     log.append(points)
-    also = {"recall[person]": 0.1 + 0.2, "ece": 5e-324, "\u00e9 \n": 1 / 3, "none": 0.0}
-    one = Evaluation(0.0, (1 / 3, 2 / 3), 0.0, also=also)
-    several = Evaluation.of(0.1, [(1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)], 0.5)
+    pairs = (1 / 3, 2 / 3), (0.1 + 0.2, 1e-17)
+    also = {
+        "recall[person]": Outcome(0.1 + 0.2, pairs, 1e-9),
+        "ece": Outcome(5e-324),
+        "\u00e9 \n": Outcome(1 / 3),
+        "none": Outcome(0.0),
+    }
+    one = Evaluation(0.0, also, ((1 / 3, 2 / 3),), 0.0)
+    several = Evaluation(0.1, pairs=pairs, noise=0.5)
     log.append([points[2].told(one, 3)])
-    log.append([points[4].told(several, 1), points[0].told(Evaluation(9.0, failed=True, also=also), 3)])
+    log.append([points[4].told(several, 1), points[0].told(Evaluation(9.0, also, failed=True), 3)])
     log.append([points[1].told(None, 0)])
     again = Log(path, UNBOUNDED)
     assert again.entries == log.entries
     assert again.entries[3] == points[3]
     assert again.told(3) is None
-    assert [again.entries[id].evaluation for id in (2, 4, 0, 1)] == [one, several, None, None]
-    found = [(each.failed, each.given_up, each.asked, each.also) for id in (0, 1, 2, 4) if (each := again.told(id))]
+    assert [again.evaluation(again.entries[id]) for id in (2, 4, 0, 1)] == [one, several, None, None]
+    found = [(each.failed, each.given_up, each.asked, each.outcomes) for id in (0, 1, 2, 4) if (each := again.told(id))]
     # Of a stand-in for what failed nothing is kept: its values are another evaluation's.
     assert found == [(True, False, 3, None), (False, True, 0, None), (False, False, 3, also), (False, False, 1, None)]
     assert again.answered == 3
@@ -371,25 +379,26 @@ def test_a_log_that_another_process_went_on_with_is_noticed(tmp_path: Path) -> N
 
 
 def lined(*contents: Any) -> str:
-    first = {"format": "metricopt_ext/log/1"}
+    first = {"format": "metricopt_ext/log/2"}
     return "".join(f"{json.dumps(each)}\n" for each in (first, *contents))
 
 
-ANSWER = {"id": 0, "phi": [1.0], "cost": 0.5, "asked": 1}
+ANSWER = {"id": 0, "phi": [1.0], "value": 0.5, "asked": 1}
 
 
 @pytest.mark.parametrize(
     ("changes", "bounds", "name"),
     [
         ({}, (0.0, 1.0), ""),
-        ({"cost": 1.0}, (0.1, 0.7), ""),  # 0.7 - 1.0 * (0.7 - 0.1) is below 0.1
-        ({"cost": -7.0}, (0.0, 1.0), "-7.0"),
-        ({"cost": 1.5}, (0.0, 9.0), "1.5"),
-        ({"cost": float("nan")}, (0.0, 1.0), "nan"),
-        ({"noise": -0.5}, None, "-0.5"),
-        ({"failed": True}, None, "cost"),
+        ({"value": -7.0}, (0.0, 1.0), "-7.0"),
+        ({"value": 9.5}, (0.0, 9.0), "9.5"),
+        ({"pairs": [[0.5, 1.5]]}, (0.0, 1.0), "1.5"),
+        ({"value": float("nan")}, (0.0, 1.0), "nan"),
+        ({"noise": -0.5}, None, "0"),
+        ({"outcomes": {"a": [0.5, [], -1.0]}}, None, "0"),
+        ({"failed": True}, None, "value"),
         ({"phi": [0.5, float("nan")]}, None, "0"),
-        ({"cost": "x"}, None, "cost"),
+        ({"value": "x"}, None, "value"),
     ],
 )
 def test_an_answer_that_can_be_none_is_not_believed(
@@ -398,7 +407,7 @@ def test_an_answer_that_can_be_none_is_not_believed(
     path, scale = tmp_path / "log.jsonl", CostScale(maximize=False, bounds=bounds, name="x")
     path.write_text(lined(ANSWER | changes))
     if not name:
-        assert Log(path, scale).entries[0].cost == changes.get("cost", 0.5)
+        assert Log(path, scale).entries[0].value == 0.5
         return
     with pytest.raises(FileFormatError) as caught:
         Log(path, scale)

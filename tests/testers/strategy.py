@@ -479,8 +479,8 @@ class StrategyTester:
         with trial.applied() as model:
             found = world.score(model)
         value, halves = found["score"] if self.constraint else found
-        also = {"size": found["size"]} if self.constraint else {}
-        return {"value": value, "halves": halves, "noise": 0.0 if self.calls > 1 else None, "also": also}
+        outcomes = {"size": found["size"]} if self.constraint else {}
+        return {"value": value, "halves": halves, "noise": 0.0 if self.calls > 1 else None, "outcomes": outcomes}
 
     @given(draw=SEEDS)
     @few

@@ -290,9 +290,9 @@ def test_constraints_are_respected_and_what_a_gain_costs_is_shown(tmp_path: Path
     assert bounded["recall[3]"]["after"][0] >= bounded["recall[3]"]["before"][0]
     assert bounded["macro_f1"]["after"][0] >= bounded["macro_f1"]["before"][0] - 0.02
     lines = map(json.loads, (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines())
-    told = [each for each in lines if "cost" in each]
+    told = [each for each in lines if "value" in each]
     assert len(told) == 24
-    assert all(set(each["also"]) == {"recall[3]", "macro_f1"} for each in told)
+    assert all(set(each["outcomes"]) == {"recall[3]", "macro_f1"} for each in told)
     before = numbers(tmp_path / "run")
     for name in ("record.json", "adapter.safetensors"):
         (tmp_path / "run" / "seed-0" / name).unlink()

@@ -29,7 +29,6 @@ from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tools import finetune_retrieval as tool
 from metricopt_ext.utils.config import load_config
@@ -197,11 +196,11 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
 
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))
-    assert build_metric(MetricConfig(ks=[1, 3]), part).evaluate(model, "test") == Evaluation(answer.cost)
+    assert build_metric(MetricConfig(ks=[1, 3]), part).evaluate(model, "test") == answer.without_halves()
     draws = class_draws(y, seed=1)
     found = build_metric(MetricConfig(ks=[1, 3]), part, draws, new_classes=True).evaluate(model, "test")
     assert (found.cost, found.halves) == (answer.cost, answer.halves)
-    for costs, pair in zip(found.pairs, draws, strict=True):
+    for costs, pair in zip(found.costs_on_pairs, draws, strict=True):
         assert costs == (pytest.approx(cost(pair[0])), pytest.approx(cost(pair[1])))  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_relational_loss
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.inference_file import save_inference
 from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.files import save_checkpoint
@@ -126,7 +126,8 @@ class TestTrajectories(SavedTester):
     name: ClassVar = "round-0-task-00000.safetensors"
 
     def make(self) -> Any:
-        told = tuple(Evaluation(cost, (cost, cost + 0.1), 0.1 * cost, also={"size": 3.0}) for cost in (0.25, 0.5))
+        size = {"size": Outcome(3.0)}
+        told = tuple(Evaluation(cost, size, ((cost, cost + 0.1),), 0.1 * cost) for cost in (0.25, 0.5))
         return Trajectory(0, 0, rand32(3, 4), rand32(2), torch.tensor([0, 2]), told, film().signature)
 
     def save(self, thing: Any, path: Path) -> None:

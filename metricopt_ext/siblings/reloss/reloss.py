@@ -112,6 +112,6 @@ class ReLoss(Sibling):
             if step % every == 0 or step == self.steps - 1:
                 losses.append((step, value))
             if step in judged:
-                metric.append((step, task.metric.to_value(task.metric.cost(task.model, "history"))))
+                metric.append((step, task.metric.evaluate(task.model, "history").value))
         loss.requires_grad_(True)
         return {name: points for name, points in (("loss", losses), ("metric", metric)) if points}

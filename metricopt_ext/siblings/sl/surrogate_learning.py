@@ -191,7 +191,7 @@ class SurrogateLearning(Sibling):
                     if kept:
                         history[name].append((iteration, finite(reached, iteration)))
                 if iteration in judged:
-                    value = task.metric.to_value(task.metric.cost(task.model, "history"))
+                    value = task.metric.evaluate(task.model, "history").value
                     history["metric"].append((iteration, value))
         surrogate.requires_grad_(True)
         return {name: points for name, points in history.items() if points}

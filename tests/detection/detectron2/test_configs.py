@@ -203,7 +203,7 @@ def test_tool_searches(tool: Callable[..., Any], tiny_config: Any, folder: Path,
     torch.save({"model": build_model(cfg).state_dict()}, weights)
     options = ("--config-file", file, "--num-gpus", 0, "--search", "MODEL.WEIGHTS", weights)
     tool(*options)
-    spent = sum('"cost"' in line for line in (out / "search" / "log.jsonl").read_text().splitlines())
+    spent = sum('"value"' in line for line in (out / "search" / "log.jsonl").read_text().splitlines())
     assert spent in (6, 7)  # without an end if it finds nothing anywhere
     merged = torch.load(out / "model_merged.pth", weights_only=True)["model"]
     assert merged.keys() == torch.load(weights, weights_only=True)["model"].keys()
