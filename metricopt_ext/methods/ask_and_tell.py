@@ -189,7 +189,9 @@ class Search:
         identity = identity_of(strategy, task, others, seed=seed, size={} if strategy.anytime else size)
         task = settled(task, identity, output_dir)
         self.folder: RunFolder = RunFolder(output_dir, identity)
-        self.task, self.strategy, self.queries = task, strategy, evaluations
+        self.task: FinetuneTask = task
+        self.strategy: SearchStrategy = strategy
+        self.queries: int = evaluations
         self._held = ExitStack()
         self._held.enter_context(self.folder.writing(resume))
         try:

@@ -145,7 +145,9 @@ class Begun(ABC):
         reached: The best along a line through the start, ``d``, which was chosen before; None without one.
     """
 
+    at: Start
     start: Tensor
+    budget: Callable[[], int]
     points: list[Tensor]
     evaluations: list[Evaluation]
     limits: Limits | None = None
