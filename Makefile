@@ -178,7 +178,7 @@ SMOKE := out/benchmarks-smoke
 TOY := --config-file configs/classification/digits.yaml
 TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 finetune.steps=6
 RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0 'method.learners=[ridge]'
-TABLE := data.name=breast_cancer data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
+TABLE := data.name=breast_cancer data.positive=benign data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
 	adapter.kind=input_bias 'adapter.layers=[]'
 PUBLISHED := model.name=small_cnn 'adapter.layers=["norm*"]' model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
 
