@@ -155,8 +155,9 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
                 first, queries = limited.evaluate_start(start, "settings"), queries - 1
             stage = SettingsStage(tuned, start, first, queries)
             asking = Asking(labelled(stage.batches(), "settings", "start"), Log(None, task.metric))
-            for _ in Evaluating(limited, asking, Callback()).trials():
-                pass
+            with started.there(limited):
+                for _ in Evaluating(limited, asking, Callback()).trials():
+                    pass
             end = stage.end()
             kept = end.values if accepted(end, confidence) else tuned.first
             yield meter.reached(replace(start, settings=kept))

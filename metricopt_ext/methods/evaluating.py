@@ -18,7 +18,7 @@ from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import KEPT, Own, Result, SearchDetails
-from metricopt_ext.methods.run import SearchRun
+from metricopt_ext.methods.run import Held, SearchRun
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.runtime import distributed
@@ -109,7 +109,7 @@ class Evaluating:
     Ranks that share the work run the search in step and share the evaluations; the first one's points count.
 
     Args:
-        task: Model, loss, batches and metric.
+        task: Model, loss, batches and metric; its model is left at the last of the starts (`Adapter.applied`).
         asking: Drives the run; what is on file is told and booked, and not asked again.
         callback: Notified of progress.
         run: The run, if that is all of one.
@@ -121,6 +121,9 @@ class Evaluating:
         self.task, self.asking, self.callback, self.run = task, asking, callback, run
         self._stage, self._of_queries, self._seconds, self._new = "", 0, 0.0, 0
         self._alike = distributed.world() == 1  # whether all ranks were seen to find the same value
+        self._held = Held(task.adapter)
+        if run is not None:
+            run.held = self._held
 
     @property
     def seconds(self) -> float:
@@ -181,14 +184,14 @@ class Evaluating:
             return f"query {new[index].id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
         began, spent, task = time.perf_counter(), metric.ledger.spent, self.task.with_values(new[0].at.settings)
-        with task.adapter.applied(new[0].at):
-            for trial, evaluation in zip(new, self._evaluations(task, new, where), strict=True):
-                self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
-                self.asking.tell(trial.id, evaluation)
-                yield trial
-                spent += metric.repeats  # the ledger has all that were evaluated at once already
-                metric.tell(evaluation, stage, trial.at.phi, spent)
-                began = time.perf_counter()
+        self._held.at(new[0].at)
+        for trial, evaluation in zip(new, self._evaluations(task, new, where), strict=True):
+            self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
+            self.asking.tell(trial.id, evaluation)
+            yield trial
+            spent += metric.repeats  # the ledger has all that were evaluated at once already
+            metric.tell(evaluation, stage, trial.at.phi, spent)
+            began = time.perf_counter()
 
     def _evaluations(
         self, task: FinetuneTask, trials: Sequence[Trial], where: Callable[[int], str]
@@ -320,9 +323,12 @@ def first_answers(
 def _begun(task: FinetuneTask, run: SearchRun, kept: Log | None, callback: Callback) -> Iterator[Evaluating]:
     run.strategy.check(task)
     task.check_loss(run.seed, 2)
-    with notifying(task, callback), task.keeping_weights():
+    with notifying(task, callback), task.keeping_weights(), task.adapter.applied(Start(task.origin())):
         asking = run.asking(kept or Log(None, task.metric))
-        yield Evaluating(task, asking, callback, run)
+        try:
+            yield Evaluating(task, asking, callback, run)
+        finally:
+            run.held = None
 
 
 def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
@@ -347,10 +353,11 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
     begun = search.begin(task, there, lambda: queries, seed=seed)
     kept = task.metric.log or Log(None, task.metric)
     asking = Asking(labelled(begun.batches(), "search", "start"), kept, task.metric.repeats)
-    for trial in Evaluating(task, asking, Callback()).trials():
-        if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
-            begun.limits = Limits.of(task.metric.constraints, evaluation)
-    return distributed.on_first(begun.end)
+    with task.adapter.applied(there):
+        for trial in Evaluating(task, asking, Callback()).trials():
+            if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
+                begun.limits = Limits.of(task.metric.constraints, evaluation)
+        return distributed.on_first(begun.end)
 
 
 def check_checkpoints(search: SearchStrategy, task: FinetuneTask, checkpoints: Sequence[int], starts: int) -> None:

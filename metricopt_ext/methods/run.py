@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
@@ -24,6 +25,27 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
+
+
+class Held:
+    """A model that stays at a start until it has to be at another, whose tensors are put in only then.
+
+    Args:
+        adapter: The model's, to which something else restores what it had (`Adapter.applied`).
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._there: Start | None = None
+
+    def at(self, start: Start) -> None:
+        """Have the model be a start."""
+        there = self._there
+        if there is not None and there.buffers is start.buffers and there.parameters is start.parameters:
+            self._adapter.set_phi(start.phi)
+        else:
+            self._adapter.apply(start)
+            self._there = start
 
 
 class SearchRun:
@@ -76,6 +98,7 @@ class SearchRun:
         self._part: Answers | None = None  # what is known of the part of the way to the end
         self._over = False  # whether there is nothing more to ask
         self._besides = 0  # evaluations of where earlier sittings ended
+        self.held: Held | None = None  # where a loop has the model meanwhile
 
     # --- What is asked, in order -------------------------------------------------------------------------------------
 
@@ -202,7 +225,12 @@ class SearchRun:
     @contextmanager
     def _standing(self) -> Iterator[None]:
         """Have the model be the start that is searched from, at phi = 0: the search may ask for its loss."""
-        with self.task.adapter.applied(replace(self.starts[self.started], phi=self.task.origin())):
+        start = replace(self.starts[self.started], phi=self.task.origin())
+        if self.held is not None:
+            self.held.at(start)
+            yield
+            return
+        with self.task.adapter.applied(start):
             yield
 
     # --- What it comes to --------------------------------------------------------------------------------------------
