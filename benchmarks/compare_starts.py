@@ -32,11 +32,11 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe_settings import START_QUERIES, StepWeights
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, tune_start
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import DataError, MetricError
 from metricopt_ext.experiment.style import markdown_table
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.utils.words import counted
 
 HEADER = ("loss", "Spearman", "Kendall")

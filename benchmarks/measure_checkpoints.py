@@ -24,9 +24,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import markdown_table, print_table
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer

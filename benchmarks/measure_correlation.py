@@ -38,10 +38,10 @@ from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.siblings import SiblingsConfig
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, print_table, save_figure
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.plain import in_markdown, plain
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds

@@ -27,13 +27,13 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.evaluating import search_results
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer

@@ -34,13 +34,13 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method_config import method_named
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH, finetune
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import MetricOptStep

@@ -30,10 +30,10 @@ from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.experiment.cli import RUNS_CODE
 from metricopt_ext.experiment.command import errors_in_one_line
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.algorithm1 import Algorithm1, GuidedSearch
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
+from metricopt_ext.siblings.ranking import positives_up_to, ranking_losses
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance
 
 try:

@@ -9,8 +9,8 @@ from metricopt_ext.classification.callable_metric import from_callable, warn_of_
 from metricopt_ext.classification.label_metrics import label_metric
 from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.tasks.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
-from metricopt_ext.tasks.own_metric import why
+from metricopt_ext.experiment.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
+from metricopt_ext.experiment.own_metric import why
 
 OF_ONE_CLASS = ("recall", "precision", "f1")
 

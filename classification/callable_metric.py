@@ -18,7 +18,7 @@ from metricopt_ext.classification.label_metrics import check_labels
 from metricopt_ext.classification.metrics import MetricSpec, binary_logit, check
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.own_metric import FEW, number_within
+from metricopt_ext.experiment.own_metric import FEW, number_within
 from metricopt_ext.utils.named import name_of, unbound
 from metricopt_ext.utils.words import words_in
 

@@ -19,13 +19,13 @@ from metricopt_ext.classification.published import published
 from metricopt_ext.classification.targets import KINDS
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.besides import BesidesConfig
 from metricopt_ext.experiment.brought_sections import brought_by, either
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import METHODS, siblings_of
+from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.experiment.run_config import USUAL_STARTS, RunConfig
 from metricopt_ext.experiment.siblings import SiblingsConfig
-from metricopt_ext.tasks.besides import BesidesConfig
-from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, known_keys
 

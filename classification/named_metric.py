@@ -16,7 +16,7 @@ from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.own_metric import own_metric, try_on_few, why
+from metricopt_ext.experiment.own_metric import own_metric, try_on_few, why
 
 
 def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:

@@ -10,7 +10,7 @@ from metricopt_ext.classification.predictions import predict
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
 

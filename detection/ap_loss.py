@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses
+from metricopt_ext.siblings.ranking import positives_up_to, ranking_losses
 from metricopt_ext.utils.checks import check_above, check_at_least
 
 ClassificationLoss = Literal["cross_entropy", "ap"]

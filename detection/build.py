@@ -34,9 +34,9 @@ from metricopt_ext.detection.toolkit import Toolkit
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.besides import NO_BOUNDS, class_number, of_class, own_function
+from metricopt_ext.experiment.own_metric import own_metric
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.tasks.besides import NO_BOUNDS, class_number, of_class, own_function
-from metricopt_ext.tasks.own_metric import own_metric
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.extras import require
 

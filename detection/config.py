@@ -13,10 +13,10 @@ from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.tables import Kind
 from metricopt_ext.detection.torchvision_toolkit import TorchvisionToolkit
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.besides import BesidesConfig
 from metricopt_ext.experiment.config_sections import AdapterConfig, check_at_least
+from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.tasks.besides import BesidesConfig
-from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, default_of, known_keys
 

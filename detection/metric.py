@@ -30,9 +30,9 @@ from metricopt_ext.detection.records import Detections, DetectionSet, as_array
 from metricopt_ext.detection.tables import KINDS, Kind
 from metricopt_ext.detection.toolkit import Example, Toolkit
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.experiment.own_metric import number_within, try_on_few, why
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.own_metric import number_within, try_on_few, why
 
 BATCH = 8
 PRECISIONS = (*METRICS, *(f"{kind}/{name}" for kind in KINDS if kind != "bbox" for name in METRICS))

@@ -8,13 +8,13 @@ from typing import Any
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.data.own_parts import given_parts
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.besides import BesidesConfig
 from metricopt_ext.experiment.brought_sections import brought_by
 from metricopt_ext.experiment.config_sections import AdapterConfig, ShiftConfig, TrainingConfig, check_at_least
 from metricopt_ext.experiment.method import siblings_of
+from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig
-from metricopt_ext.tasks.besides import BesidesConfig
-from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import MOST_BATCH, MOST_SIZE
 from metricopt_ext.utils.config import MISSING, known_keys
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import ConfigError, MetricOptError
+from metricopt_ext.experiment.besides import NO_BOUNDS, own_function
+from metricopt_ext.experiment.own_metric import number_within, own_metric, try_on_few, why
 from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.inputs import check_items, check_options
 from metricopt_ext.retrieval.ranking import AT_K, RANKED, ranking_metrics
 from metricopt_ext.retrieval.recall import recall_at_k, recalls_left_out, recalls_on_halves
 from metricopt_ext.retrieval.vectors import Array
-from metricopt_ext.tasks.besides import NO_BOUNDS, own_function
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.halved import Halved
-from metricopt_ext.tasks.own_metric import number_within, own_metric, try_on_few, why
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 

@@ -12,7 +12,7 @@ from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptFeatures, embed
 from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.metric import Metric
 

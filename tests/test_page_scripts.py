@@ -107,7 +107,7 @@ search = Search(k=10)
 """
 
 SIBLINGS = """
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 
 loader, loss_fn = [(x_train[:64], y_train[:64])], loss
 metric = BatchMetric(lambda scores, labels: (scores.argmax(1) == labels).double().mean(), maximize=True)

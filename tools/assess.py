@@ -22,11 +22,11 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.experiment import Experiment
+from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_points
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES, Assessment
-from metricopt_ext.methods.run_folder import open_run
 from metricopt_ext.methods.run_identity import QUERIES as OPEN
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed

@@ -32,9 +32,9 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import LIMIT_BROKEN, add_show_config, errors_in_one_line
 from metricopt_ext.experiment.config_sections import check_at_least
+from metricopt_ext.experiment.output_folder import open_run, refuse_among_data
 from metricopt_ext.experiment.report_page import FILE as PAGE
 from metricopt_ext.experiment.style import print_written
-from metricopt_ext.methods.run_folder import open_run, refuse_among_data
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer

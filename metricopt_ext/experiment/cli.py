@@ -19,6 +19,7 @@ from metricopt_ext.experiment.command import (
 from metricopt_ext.experiment.dry_run import dry_run
 from metricopt_ext.experiment.events import write_events
 from metricopt_ext.experiment.experiment import Experiment, run_seed
+from metricopt_ext.experiment.output_folder import open_run, refuse_among_data
 from metricopt_ext.experiment.plots import (
     plot_finetuning,
     plot_methods,
@@ -33,7 +34,6 @@ from metricopt_ext.experiment.report_text import print_report, write
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_written
 from metricopt_ext.methods.evaluating import runner_of
-from metricopt_ext.methods.run_folder import open_run, refuse_among_data
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer

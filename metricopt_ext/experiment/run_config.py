@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from metricopt_ext.data.named_model import NamedModelConfig
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.besides import BesidesConfig
 from metricopt_ext.experiment.brought_sections import bring_sections, brought_by, methods_with_sections
 from metricopt_ext.experiment.config_sections import (
     AdapterConfig,
@@ -25,14 +26,13 @@ from metricopt_ext.experiment.method_config import (
     choice_of,
     method_named,
 )
+from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.guard import deviates
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.besides import BesidesConfig
 from metricopt_ext.tasks.direction import known_direction
-from metricopt_ext.tasks.own_metric import OwnMetricConfig
 from metricopt_ext.utils.checks import MOST_SIZE, MOST_THREADS
 from metricopt_ext.utils.config import as_plain, config_section, known_keys
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.utils.words import brief
 
 ABSENT = "nothing"

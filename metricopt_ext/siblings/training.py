@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError, DataError, MetricError
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss

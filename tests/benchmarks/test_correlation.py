@@ -9,7 +9,7 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
 from correlation import CorrelationReport, correlation_report
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

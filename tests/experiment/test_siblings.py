@@ -19,9 +19,9 @@ from metricopt_ext.experiment.siblings import (
 )
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.sibling import Sibling
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.training import TrainingTask, Trains
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask

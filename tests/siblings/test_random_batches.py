@@ -9,9 +9,9 @@ from torch import Tensor
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.random_batches import TRIES, first_defined
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.ledger import Ledger
 
 

@@ -19,13 +19,13 @@ from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 from metricopt_ext.experiment.method import SIBLINGS
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.reloss.ranked_batches import BatchSource
 from metricopt_ext.siblings.reloss.relational_loss import RelationalTraining
 from metricopt_ext.siblings.sibling import Sibling, Trained
 from metricopt_ext.siblings.sl.set_loss import UniversalTraining
 from metricopt_ext.siblings.training import TRAINS, TrainingTask
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 

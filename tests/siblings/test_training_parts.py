@@ -14,6 +14,7 @@ from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, FileFormatError, MetricError
 from metricopt_ext.experiment.method import SIBLINGS
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.checkpoints import Checkpoints
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
@@ -23,7 +24,6 @@ from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_r
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining, load_set_loss
 from metricopt_ext.siblings.sl.surrogate_learning import SurrogateLearning
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.tasks.metric import Metric
 
 Make = Callable[..., TrainingTask]

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import BudgetError, MetricError, WeightsError
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Unit, noise_of, stacked_pairs
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.ledger import Ledger

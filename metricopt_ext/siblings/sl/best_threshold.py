@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.batch_metric import BatchMetric
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_integer
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.progress import Callback, told
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.class_labels import class_labels
 from metricopt_ext.siblings.clipped_adam import ClippedAdam
 from metricopt_ext.siblings.learned_metric import metric_identity
@@ -19,7 +20,6 @@ from metricopt_ext.siblings.random_batches import first_defined
 from metricopt_ext.siblings.sl.best_threshold import check_thresholds, lowest_cost
 from metricopt_ext.siblings.sl.set_network import EPSILON, NETWORKS, Network, SetNetwork, forward, to_weights
 from metricopt_ext.siblings.training import History
-from metricopt_ext.tasks.batch_metric import BatchMetric
 from metricopt_ext.utils.checks import check_above, check_finite, check_integer
 from metricopt_ext.utils.files import content_of, module_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.siblings.sl.set_loss import SetLoss, UniversalTraining
-from metricopt_ext.tasks.batch_metric import BatchMetric
 
 
 def surrogate(outputs: int = 1, seed: int = 0) -> SetLoss:

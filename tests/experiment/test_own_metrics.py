@@ -9,8 +9,8 @@ import torch
 
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.tasks.besides import BesidesConfig, class_number, of_class, own_function
-from metricopt_ext.tasks.own_metric import OwnMetricConfig, number_within, own_metric
+from metricopt_ext.experiment.besides import BesidesConfig, class_number, of_class, own_function
+from metricopt_ext.experiment.own_metric import OwnMetricConfig, number_within, own_metric
 
 
 def test_further_arguments_are_bound_and_objects_made_of_classes() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.tasks.ranking import positives_up_to, ranking_losses, ranks
+from metricopt_ext.siblings.ranking import positives_up_to, ranking_losses, ranks
 
 
 def naive_ranks(scores: list[float]) -> list[int]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.own_metric import OwnMetricConfig, own_metric
 from metricopt_ext.tasks.constraints import parse_constraints
-from metricopt_ext.tasks.own_metric import OwnMetricConfig, own_metric
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.words import brief, nearest
 
