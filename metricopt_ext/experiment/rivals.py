@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
-from metricopt_ext.search.strategy import Answers, Batches, DirectSearch, SearchStrategy
+from metricopt_ext.search.strategy import Algorithm, Answers, Batches, DirectSearch, DirectStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -37,7 +36,7 @@ class AskTell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rival(SearchStrategy):
+class Rival(DirectStrategy):
     """A search by another package's optimizer, which runs on streams of random numbers of its own.
 
     Attributes:
@@ -64,16 +63,8 @@ class Rival(SearchStrategy):
         """Return the smallest budget: the starts and one point."""
         return starts + 1
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> DirectSearch:
-        """Begin a search (see `SearchStrategy`).
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what it asks (see `DirectStrategy`).
 
         Raises:
             ImportError: The package is missing.
@@ -85,7 +76,7 @@ class Rival(SearchStrategy):
         except ImportError as error:
             needed = f"{type(self).__name__} needs the package {self.package}"
             raise ImportError(f"{needed}: {install(self.package)}") from error
-        return DirectSearch(start, budget, partial(self._batches, seed), known)
+        return partial(self._batches, seed)
 
     def _batches(self, seed: int, search: DirectSearch) -> Batches:
         seeds = generator(seed, self.package)

@@ -57,11 +57,6 @@ def rank() -> int:
     return distributed.get_rank() if _sharing else 0
 
 
-def session() -> int:
-    """Return how often this process has begun to share work with others; 0 if never."""
-    return _session
-
-
 def several() -> bool:
     """Whether `sharing` would share the work with other processes, or does."""
     return _joined and not _apart and distributed.get_world_size() > 1

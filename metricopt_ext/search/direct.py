@@ -5,20 +5,16 @@ further start costs another whole search, whereas a learned f tunes it for a few
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
-from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.search.strategy import Algorithm, Batches, DirectSearch, DirectStrategy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.extras import install
@@ -26,7 +22,7 @@ from metricopt_ext.utils.seeding import generator
 
 
 @dataclass(frozen=True)
-class GuidedES(SearchStrategy):
+class GuidedES(DirectStrategy):
     """Guided ES (paper, section 3.2, Eq. 3-4) on the metric itself.
 
     A step descends along Eq. 4's estimate u, at a length of its own, and along the loss; both decay linearly to 0.
@@ -69,18 +65,10 @@ class GuidedES(SearchStrategy):
         if task.loss is None:
             task.loss_and_gradient(task.origin()[None], 0, [0], 0)  # which says why
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> DirectSearch:
-        """Begin a search (see `SearchStrategy`)."""
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what it asks (see `DirectStrategy`)."""
         task.check_loss(seed, 1)
-        return DirectSearch(start, budget, partial(self._batches, task, seed), known)
+        return partial(self._batches, task, seed)
 
     def _batches(self, task: FinetuneTask, seed: int, state: DirectSearch) -> Batches:
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
@@ -106,7 +94,7 @@ class GuidedES(SearchStrategy):
 
 
 @dataclass(frozen=True)
-class CMAES(SearchStrategy):
+class CMAES(DirectStrategy):
     """CMA-ES (Hansen, 2016), from the package cma.
 
     Attributes:
@@ -131,21 +119,13 @@ class CMAES(SearchStrategy):
         """Return the size of a population in d dimensions."""
         return 4 + int(3 * math.log(dim))
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> DirectSearch:
-        """Begin a search (see `SearchStrategy`); the mean of each population is judged too.
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what it asks (see `DirectStrategy`); the mean of each population is judged too.
 
         Raises:
             ImportError: The package cma is missing.
         """
-        return DirectSearch(start, budget, partial(self._batches, _import_cma(), seed), known)
+        return partial(self._batches, _import_cma(), seed)
 
     def _batches(self, cma: Any, seed: int, state: DirectSearch) -> Batches:
         start, population = state.start, self.population(len(state.start))

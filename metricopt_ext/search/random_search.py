@@ -1,23 +1,19 @@
 """Random search: the metric at the start and at points drawn around it, the least that any other search must beat."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
-from metricopt_ext.search.strategy import Batches, DirectSearch, SearchStrategy
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.search.strategy import Algorithm, Batches, DirectSearch, DirectStrategy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above
 from metricopt_ext.utils.seeding import generator
 
 
 @dataclass(frozen=True)
-class RandomSearch(SearchStrategy):
+class RandomSearch(DirectStrategy):
     """The start, then independent Gaussian points around it; the first n points are the same for every budget.
 
     Attributes:
@@ -39,17 +35,9 @@ class RandomSearch(SearchStrategy):
         """Return the smallest budget: the starts and one point."""
         return starts + 1
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> DirectSearch:
-        """Begin a search (see `SearchStrategy`); all points are one batch."""
-        return DirectSearch(start, budget, partial(self._batches, seed), known)
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what it asks (see `DirectStrategy`); all points are one batch."""
+        return partial(self._batches, seed)
 
     def _batches(self, seed: int, state: DirectSearch) -> Batches:
         rng, start = generator(seed, "random_search"), state.start

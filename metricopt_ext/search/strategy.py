@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class DirectSearch(Begun):
         self,
         start: Start,
         budget: Callable[[], int],
-        algorithm: Callable[["DirectSearch"], Batches],
+        algorithm: "Algorithm",
         known: Sequence[tuple[Tensor, Evaluation]] = (),
     ) -> None:
         super().__init__(start, budget, known)
@@ -249,6 +249,10 @@ class DirectSearch(Begun):
         return SearchResult(
             points[best], evaluations[best], tuple(evaluations), curve, torch.stack(points), len(points)
         )
+
+
+# What a direct search asks for, of the search that has begun.
+Algorithm: TypeAlias = Callable[[DirectSearch], Batches]
 
 
 def falls(costs: Sequence[float]) -> tuple[tuple[int, float], ...]:
@@ -329,3 +333,27 @@ class SearchStrategy(ABC):
     def identity(self) -> dict[str, Any]:
         """Return what the search depends on, as JSON, to tell a run from others."""
         return {"search": repr(self)}
+
+
+class DirectStrategy(SearchStrategy):
+    """A strategy of searches whose ends are the best of the evaluated points (`DirectSearch`)."""
+
+    @abstractmethod
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what a search asks after its start was evaluated.
+
+        Raises:
+            AdapterError: As from `begin`.
+        """
+
+    def begin(
+        self,
+        task: FinetuneTask,
+        start: Start,
+        budget: Callable[[], int],
+        *,
+        known: Sequence[tuple[Tensor, Evaluation]] = (),
+        seed: int = 0,
+    ) -> DirectSearch:
+        """Begin a search (see `SearchStrategy`)."""
+        return DirectSearch(start, budget, self.algorithm(task, seed), known)
