@@ -254,8 +254,9 @@ def test_a_detector_has_one_ap50(kind: str, tool: Any, catalog: Any, tiny_config
     file.write_text(f"_BASE_: base.yaml\n{RETINANET if kind == 'retinanet' else RCNN}")
     own = [f"data.{part}={path}" for part, path in parts.items()]
     always = ("--config-file", file, "--num-gpus", 0)
-    steps = ("SOLVER.MAX_ITER", 30) if kind == "rcnn" else ()  # until it finds some
-    tool(*always, "OUTPUT_DIR", tmp_path / "out", "SOLVER.BASE_LR", 0.01, *steps, own[0])
+    # Until it finds some, and not so fast that it finds none.
+    training = ("SOLVER.MAX_ITER", 30) if kind == "rcnn" else ("SOLVER.BASE_LR", 0.002)
+    tool(*always, "OUTPUT_DIR", tmp_path / "out", "SEED", 1, "SOLVER.BASE_LR", 0.01, *training, own[0])
     trained = ("MODEL.WEIGHTS", tmp_path / "out" / "model_final.pth")
     tool(*always, "--search", *trained, "OUTPUT_DIR", tmp_path / "found", "METRICOPT.SEARCH.QUERIES", 7, *own[:2])
     weights = tmp_path / "found" / "model_merged.pth"
