@@ -242,7 +242,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         if isinstance(settings := self.task.settings, RetrievalSettings) and file.exists():  # as the table has it
             after, augmentation = settings.processing(adapter.model, load_inference(file)).searched(after, queries)
         found = {"pretrained": (before, 0), "metricopt": (after, augmentation)}
-        plot_neighbours(test, found, self.folder / "neighbours.png", self.seed, queries)
+        plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries, augmentation)
         save_recalls(test.y, found, self.folder / "recalls.json", queries)
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +22,29 @@ ROWS, NEIGHBOURS = 6, 5
 HIT, MISS = "#2e7d4f", "#c02942"
 CURVE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-Searched: TypeAlias = dict[str, tuple[Tensor, int]]  # embeddings n x d by method, and recall_at_k's augmentation
 
-
-def plot_neighbours(part: Split, embeddings: Searched, path: Path, seed: int, queries: Tensor | None = None) -> Path:
+def plot_neighbours(
+    part: Split,
+    before: Tensor,
+    after: Tensor,
+    path: Path,
+    seed: int,
+    queries: Tensor | None = None,
+    augmentation: int = 0,
+) -> Path:
     """Draw a random sample of the queries whose nearest neighbour became right or wrong, each with its neighbours.
 
     If there are too few such queries, others whose neighbours changed are added, then any.
 
     Args:
         part: Images, ``n x c x h x w`` in [0, 1] or uint8, and labels.
-        embeddings: Before and after finetuning.
+        before: Embeddings before finetuning, ``n x d``.
+        after: Embeddings after finetuning, ``n x d``.
         path: The PNG file.
         seed: Seed of the sample.
         queries: Which of the images are queries, ``n`` booleans, and the others their gallery; None if each searches
             all others.
+        augmentation: As in `recall_at_k`, after finetuning.
     """
     everywhere = torch.arange(len(part))
     own, items = (everywhere, everywhere) if queries is None else (everywhere[queries], everywhere[~queries])
@@ -44,9 +52,9 @@ def plot_neighbours(part: Split, embeddings: Searched, path: Path, seed: int, qu
     y = labels[own]
     count = min(NEIGHBOURS, len(items) - (queries is None))
     found = []
-    for each, augmentation in embeddings.values():
+    for each, mixed in ((before, 0), (after, augmentation)):
         gallery = None if queries is None else each[items]
-        near = nearest(each[own], count, gallery=gallery, augmentation=augmentation)
+        near = nearest(each[own], count, gallery=gallery, augmentation=mixed)
         found.append(items[torch.from_numpy(near)])
     right = [labels[rows[:, 0]] == y for rows in found]
     interest = 2 * (right[0] != right[1]).long() + (found[0] != found[1]).any(1).long()
@@ -74,12 +82,14 @@ def plot_neighbours(part: Split, embeddings: Searched, path: Path, seed: int, qu
     return save_figure(figure, path)
 
 
-def save_recalls(y: Tensor, embeddings: Searched, path: Path, queries: Tensor | None = None) -> None:
+def save_recalls(
+    y: Tensor, embeddings: dict[str, tuple[Tensor, int]], path: Path, queries: Tensor | None = None
+) -> None:
     """Write Recall@k on the test data, for several k, as JSON.
 
     Args:
         y: Labels, ``n``.
-        embeddings: By method.
+        embeddings: Embeddings by method, ``n x d``, and the ``augmentation`` of `recall_at_k`.
         path: The file.
         queries: Which of them are queries, ``n`` booleans, and the others their gallery; None if each searches all
             others.
