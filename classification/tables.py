@@ -17,6 +17,7 @@ from metricopt_ext.data.parquet import PARQUET, parquet_cells
 from metricopt_ext.data.reading import Column, Reading
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.files import existing
 from metricopt_ext.utils.words import brief, counted, override
 
@@ -88,7 +89,7 @@ def read_csv(
     features: list[Array] = []
     said: list[Column] = []
     kept: dict[str, Array] = {}
-    for name, column in cells:
+    for name, column in followed(cells, f"look through the columns of {path}", len(cells)):
         if name in columns:
             kept[name], how = read.of_rows(name, column, name in categories)
             said.append(how)

@@ -15,6 +15,7 @@ from metricopt_ext.detection.coco_entries import Entries, get, side_of
 from metricopt_ext.detection.ids import all_places_of, checked_id, number, places_of
 from metricopt_ext.detection.tables import Booleans, FoundTable, Integers, Kind, TruthLike, TruthTable, as_objects
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.files import parse_json
 from metricopt_ext.utils.words import brief, counted
 
@@ -65,7 +66,8 @@ def read_truth(
     names = [(folder / name).as_posix() if name else "" for name, _, _ in images.values()]
     pixels = [(width, height) for _, width, height in images.values()]
     if size_of is not None:
-        pixels = [size if all(size) else size_of(key, name) for key, name, size in zip(ids, names, pixels, strict=True)]
+        each = followed(zip(ids, names, pixels, strict=True), f"look at the images of {annotations}", len(ids))
+        pixels = [size if all(size) else size_of(key, name) for key, name, size in each]
     sizes = np.array(pixels, dtype=np.int64).reshape(-1, 2)
 
     there = entries.distinct("image_id")

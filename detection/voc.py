@@ -29,6 +29,7 @@ from metricopt_ext.detection.voc_tree import (
     xml_files,
 )
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.files import existing, write_atomically
 from metricopt_ext.utils.words import brief
 
@@ -92,13 +93,14 @@ def read_voc(
     if double:
         raise DataError(f"classes must be different names, got {brief(double[0])} twice")
     # Without given classes all files are read, so that every split gets the same labels.
-    parsed = {stem: parse(annotated[stem]) for stem in (sorted(annotated) if classes is None else stems)}
+    needed = sorted(annotated) if classes is None else stems
+    parsed = {stem: parse(annotated[stem]) for stem in followed(needed, f"read {tree}", len(needed))}
     if classes is None:
         classes = sorted({thing.name for annotation in parsed.values() for thing in annotation.objects})
     folders = [(folder, _images(folder)) for folder in found_tree.images]
     chosen = [parsed[stem] for stem in stems]
     found = []
-    for annotation in chosen:
+    for annotation in followed(chosen, f"look at the images of {tree}", len(chosen)):
         path = _image_of(annotation, folders, images)
         objects = _objects(annotation, classes)
         image = Annotated(

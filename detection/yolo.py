@@ -13,6 +13,7 @@ from metricopt_ext.detection.boxes_outside import shown_files, warn_of_boxes_out
 from metricopt_ext.detection.records import Annotated, DetectionSet
 from metricopt_ext.detection.tables import TruthTable
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.files import bytes_of
 from metricopt_ext.utils.words import brief, counted, shortened
 
@@ -140,7 +141,8 @@ def read_yolo(images: Path | Sequence[Path], classes: Sequence[str]) -> Detectio
             f" ({shown_files(without)})",
             stacklevel=2,
         )
-    read = [_annotated(name, file, found, classes) for name, file, found in zip(names, files, labels, strict=True)]
+    each = followed(zip(names, files, labels, strict=True), f"read {shown}", len(files))
+    read = [_annotated(name, file, found, classes) for name, file, found in each]
     dataset = DetectionSet(tuple(classes), read)
     warn_of_boxes_outside(shown, TruthTable.of(dataset), [file.name for file in files])
     return dataset

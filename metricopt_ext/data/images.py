@@ -15,6 +15,7 @@ from metricopt_ext.data.decoding import Mode, decoded, opened
 from metricopt_ext.data.labelled import Labelled
 from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.checks import check_at_least
 from metricopt_ext.utils.files import bytes_of, existing, walked
 from metricopt_ext.utils.words import brief, counted
@@ -106,7 +107,7 @@ def read_images(
     several: list[str] = []
     first = _pixels(path, names[0], read, size, mode, several)
     x = np.empty((len(names), *first.shape), dtype=np.uint8)
-    for i, name in enumerate(names):
+    for i, name in enumerate(followed(names, f"read the images of {path}", len(names))):
         pixels = first if i == 0 else _pixels(path, name, read, size, mode, several)
         if pixels.shape != x.shape[1:]:
             got, others = (f"{shape[1]} x {shape[2]}" for shape in (pixels.shape, x.shape[1:]))
@@ -153,7 +154,7 @@ def stream_images(
             )
         return torch.from_numpy(found)
 
-    for name in names[1:]:
+    for name in followed(names[1:], f"look at the images of {path}", len(names)):
         height, width = _height_and_width(path, name, read, several)
         if size is None and (height, width) != first[1:]:
             raise DataError(

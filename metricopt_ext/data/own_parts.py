@@ -13,6 +13,7 @@ from metricopt_ext.data.labelled import Split
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import is_streamed
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.words import brief, counted
 
 KEYS = {"train": "data.train", "validation": "data.val", "test": "data.test"}
@@ -173,7 +174,10 @@ def digests_of_files(parts: Mapping[str, Iterable[Path]]) -> dict[str, dict[str,
     }
     sizes = Counter(size for files in known.values() for size in files.values())
     return {
-        part: {name: _digest_of(name) if sizes[size] > 1 else name for name, size in files.items()}
+        part: {
+            name: _digest_of(name) if sizes[size] > 1 else name
+            for name, size in followed(files.items(), f"look for copies among the files of {part}", len(files))
+        }
         for part, files in known.items()
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from metricopt_ext.errors import DataError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.text import text_of
 from metricopt_ext.utils.words import brief, counted
 
@@ -47,7 +48,7 @@ def rows_of_cells(path: StrPath, text: str, delimiter: str, target: str) -> tupl
     delimiter = found[0] if found else ","
     read: list[list[str]] = []
     try:
-        read.extend(_reader(text, delimiter))
+        read.extend(followed(_reader(text, delimiter), f"read {path}", text.count("\n") + 1))
     except csv.Error as error:
         raise DataError(
             f"cannot read row {len(read) + 1} of {path} as CSV: {brief(error)}; its cells were parted at {delimiter!r}."

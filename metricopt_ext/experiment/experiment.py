@@ -35,6 +35,7 @@ from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.pace import heard
 from metricopt_ext.runtime.progress import Callback, Several, told
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric, Query
@@ -94,7 +95,8 @@ class Experiment(ABC, Generic[Config]):
     def __init__(self, config: Config, folder: Path, seed: int, callback: Callback | None = None) -> None:
         self.config, self.folder, self.seed, self.callback = config, folder, seed, callback or Callback()
         self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
-        self.task, self.test_metric = self.prepare()
+        with heard(self.callback.stage):
+            self.task, self.test_metric = self.prepare()
         if config.settings is not None:
             self.task = self.task.with_settings(self.settings)
 

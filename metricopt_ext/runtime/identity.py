@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.files import read_json, to_json, walked, write_json
 from metricopt_ext.utils.words import brief
 
@@ -127,7 +128,8 @@ def fingerprint_of_files(paths: Iterable[Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
         found = [path / name for name in walked(path)[0]] if path.is_dir() else [path]
-        for file in sorted(each for each in found if each.is_file()):
+        files = sorted(each for each in found if each.is_file())
+        for file in followed(files, f"tell {path} by its content", len(files)):
             with open(file, "rb") as opened:
                 content = hashlib.file_digest(opened, "blake2b").hexdigest()
             digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())

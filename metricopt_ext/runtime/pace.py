@@ -1,9 +1,68 @@
-"""How fast a run's queries come, and how long those that are left will take."""
+"""How fast a run's queries come, and how long those that are left will take, and other things that take their time."""
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+from metricopt_ext.plain import plain
+from metricopt_ext.utils.words import duration
 
 LEAST = 3  # queries of this process before anything is said about those to come
+EVERY = 10.0  # seconds between two words on how far a part is that asks no queries
+
+Item = TypeVar("Item")
+Say = Callable[[str], None]
+
+
+def _on_stderr(line: str) -> None:
+    print(f"{plain(line)} ...", file=sys.stderr, flush=True)
+
+
+_HEARS: ContextVar[Say] = ContextVar("hears", default=_on_stderr)
+
+
+@contextmanager
+def heard(say: Say) -> Iterator[None]:
+    """Let a function be told how far what is `followed` is; elsewhere it is written to the standard error."""
+    before = _HEARS.set(say)
+    try:
+        yield
+    finally:
+        _HEARS.reset(before)
+
+
+def followed(items: Iterable[Item], name: str, total: int) -> Iterator[Item]:
+    """Yield what is gone through one by one, and tell every ten seconds how far it is and how long it takes.
+
+    Args:
+        items: It.
+        name: What is done with it.
+        total: About how many there are.
+    """
+    yield from paced(items, _HEARS.get(), name, 0, total)
+
+
+def paced(items: Iterable[Item], say: Say, name: str, done: int, total: int) -> Iterator[Item]:
+    """The same of what goes on after some was done, told to a function.
+
+    Args:
+        items: What is left of it.
+        say: The function.
+        name: What is done with it.
+        done: How many there were before.
+        total: About how many there are, those included.
+    """
+    began = last = time.monotonic()
+    for number, item in enumerate(items, start=done):
+        now = time.monotonic()
+        if number > done and now - last >= EVERY:
+            left = duration((now - began) / (number - done) * max(total - number, 0))
+            say(f"{name}, {min(100 * number // total, 100)}%, about {left} left")
+            last = now
+        yield item
 
 
 class Pace:

@@ -4,17 +4,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from metricopt_ext.plain import MESSAGE, plain
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.pace import Pace, seconds_left
+from metricopt_ext.runtime.pace import Item, Pace, paced, seconds_left
 from metricopt_ext.utils.words import brief, decimals, duration
 
 INTERVAL = 30.0  # seconds between two lines of a log, unless a tenth of the queries was spent
-EVERY = 10.0  # seconds between two words on how far a part is that asks no queries
-
-Item = TypeVar("Item")
 
 
 class Callback:
@@ -59,14 +56,7 @@ def told(items: Sequence[Item], callback: Callback, name: str, done: int = 0) ->
         done: How many there were before.
     """
     callback.stage(name)
-    began = last = time.monotonic()
-    for number, item in enumerate(items):
-        now = time.monotonic()
-        if number and now - last >= EVERY:
-            left = duration((now - began) / number * (len(items) - number))
-            callback.stage(f"{name}, {100 * (done + number) // (done + len(items))}%, about {left} left")
-            last = now
-        yield item
+    yield from paced(items, callback.stage, name, done, done + len(items))
 
 
 def _passed(method: str) -> Any:

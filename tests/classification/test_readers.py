@@ -143,6 +143,7 @@ class TestParquet(Sealed, TestCsv):
 
 
 class TestLibsvm(Classified):
+    one_by_one = False
     name = "libsvm"
     edits = (
         ("a word as a value", line_changed("val", 2, lambda _: "1 2:oops\n"), ["val", "LIBSVM"]),
@@ -185,6 +186,7 @@ def arrays_changed(file: str, change: Callable[[Any, Any], dict[str, Any]]) -> E
 
 
 class TestNpz(Sealed, Classified):
+    one_by_one = False
     name, suffix, sealed = "arrays", ".npz", "*.npz"
     edits = (
         ("a row without a label", arrays_changed("val.npz", lambda x, y: {"x": x, "y": y[1:]}), ["val.npz"]),
@@ -235,6 +237,7 @@ class TestArraysOfAllParts(TestNpz):
 
 
 class TestArraysOfImages(Classified):
+    one_by_one = False
     """Bytes with channels last or first, or grey ones; or floats in [0, 1]."""
 
     name, suffix, model = "arrays", ".npz", "small_cnn"
@@ -405,6 +408,7 @@ def rows_changed(change: Callable[[dict[str, Any]], Any]) -> Edit:
 
 
 class TestFunction(Classified):
+    one_by_one = False
     """A function of the user's own, in a folder that the settings name."""
 
     edits = (

@@ -1,10 +1,13 @@
 """One seed of a real run, and several beside each other."""
 
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +30,16 @@ from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
+
+
+class Stages(Callback):
+    """Keeps the stages that it is told of."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage(self, description: str) -> None:
+        self.stages.append(description)
 
 
 def without_seconds(record: SeedRecord) -> SeedRecord:
@@ -71,6 +84,16 @@ def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: 
     assert baseline.least(experiment.task.dim) == 0
     (elsewhere,) = baseline.run(experiment.task, Started.at(torch.ones_like(one.end)), [1], 3)
     assert not torch.equal(elsewhere.end, one.end)
+
+
+def test_data_that_take_long_say_how_far_they_are(tmp_path: Path) -> None:
+    rows = [f"{number % 7},{number % 3}" for number in range(30)]
+    (tmp_path / "own.csv").write_text("\n".join(["value,label", *rows]))
+    data = TableConfig(name="csv", root=str(tmp_path / "own.csv"), target="label")
+    seen = Stages()
+    with mock.patch("metricopt_ext.runtime.pace.time.monotonic", side_effect=itertools.count(0, 20)):
+        ClassificationExperiment(replace(tiny(), data=data), tmp_path, 3, seen)
+    assert any("own.csv" in stage and re.search(r", \d+%, about .+ left$", stage) for stage in seen.stages), seen.stages
 
 
 def with_soups(*more: str) -> ClassificationConfig:

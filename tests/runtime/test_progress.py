@@ -151,7 +151,7 @@ def test_several_runs_are_told_of_as_a_whole_every_half_minute() -> None:
 
 def test_what_takes_long_says_how_far_it_is_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now, run, seen = [0.0], Recorder(), []
-    monkeypatch.setattr("metricopt_ext.runtime.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("metricopt_ext.runtime.pace.time.monotonic", lambda: now[0])
     for step in told(range(20, 40), run, "train", 20):
         seen.append(step)
         now[0] += 4

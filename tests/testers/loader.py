@@ -22,8 +22,10 @@ An edit is a function of the folder and the truth; what it returns, if anything,
 import contextlib
 import csv
 import hashlib
+import itertools
 import os
 import random
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -31,15 +33,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 import metricopt_ext as mo
 from helpers.refusals import assert_refused
+from metricopt_ext.runtime.pace import heard
 from testers import FEW
 
 PARTS = ("train", "validation", "test")
@@ -225,6 +229,8 @@ class LoaderTester:
     """The keys of `read` with which the same is read."""
     in_order = True
     """Whether the rows of a file are read in its order."""
+    one_by_one = True
+    """Whether files, rows or columns are read one by one, and not by a library that reads all of them at once."""
 
     def truths(self, *, given: bool = True) -> st.SearchStrategy[Truth]:
         """Return what draws a truth, of all parts or, if they are not given, of some."""
@@ -272,6 +278,18 @@ class LoaderTester:
             for keys in self.ways:
                 self.check(self.read(folder, **keys), truth)
             assert contents(folder) == before
+
+    @settings(DRAWN, max_examples=FEW)
+    @given(data=st.data())
+    def test_what_takes_long_says_how_far_it_is(self, data: st.DataObject) -> None:
+        """As if each file, row or column took twenty seconds; who reads in tools is told, or else standard error."""
+        if not self.one_by_one:
+            pytest.skip("a library reads all of it at once")
+        now, told, clock = itertools.count(0, 20), list[str](), "metricopt_ext.runtime.pace.time.monotonic"
+        with self.written(data) as (folder, truth), mock.patch(clock, side_effect=now), heard(told.append):
+            assume(all(len(rows) > 1 for rows in truth.parts.values()))
+            self.read(folder)
+        assert any(re.search(r", \d+%, about .+ left$", stage) for stage in told), told
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Ask for each edit by its name."""
