@@ -82,7 +82,7 @@ class Rival(DirectStrategy):
         seeds = generator(seed, self.package)
         with _alone(seeds):
             rival = self.make(search, _drawn(seeds))
-            rival.tell(search.start.double().cpu()[None], [search.at_start])
+            rival.tell(search.start.double().cpu()[None], [search.started[1]])
         while True:
             if not search.left:
                 yield []

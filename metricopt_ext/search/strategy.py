@@ -15,11 +15,13 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.search.visited import Known, Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPValueFunction
+
+# Returns how many evaluations a search may ask for in all, those of what was known among them; that may grow.
+Budget: TypeAlias = Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class SearchResult:
         evaluation: The metric's evaluation of it.
         evaluations: Those of the visited points, in order, the start's first. The query of a guided search's own end is
             not among them.
-        curve: (queries, best cost so far), at the start and whenever the best cost fell.
         points: The visited points, ``n x d``.
         queries: How many evaluations were made.
         learns: Whether the search learns an f.
@@ -49,7 +50,6 @@ class SearchResult:
     phi: Tensor
     evaluation: Evaluation
     evaluations: tuple[Evaluation, ...]
-    curve: tuple[tuple[int, float], ...]
     points: Tensor
     queries: int
     learns: bool = False
@@ -125,42 +125,25 @@ class Answers(tuple[Answer, ...]):
 
 # Yields a batch and is sent its answers; an empty batch says that there is nothing to ask unless more may be spent.
 Batches = Generator[list[Start], Answers, None]
-# What asks for one batch, and returns its answers.
-Asked = Generator[list[Start], Answers, Answers]
 
 
-class Begun(ABC):
+class Begun(Visited, ABC):
     """A search that has begun.
 
     Args:
         start: Where it begins, phi_0 with its tensors and settings, which all that it asks for has too.
-        budget: Returns how many evaluations it may ask for in all, those of what is known among them; that may grow.
+        budget: Returns how many evaluations it may ask for.
         known: Points that were evaluated before, ``d`` each, the start's phi among them.
 
     Attributes:
-        start: phi_0, ``d``.
-        points: The points that were evaluated, ``d`` each, in the order in which they were asked.
-        evaluations: The metric's evaluations of them.
-        limits: The metric's constraints, which the end respects if any point does; None without any (`Limits`).
         reached: The best along a line through the start, ``d``, which was chosen before; None without one.
     """
 
-    at: Start
-    start: Tensor
-    budget: Callable[[], int]
-    points: list[Tensor]
-    evaluations: list[Evaluation]
-    limits: Limits | None = None
     reached: Tensor | None = None
 
-    def __init__(
-        self, start: Start, budget: Callable[[], int], known: Sequence[tuple[Tensor, Evaluation]] = ()
-    ) -> None:
-        if known and not any(torch.equal(point, start.phi) for point, _ in known):
-            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
-        self.at, self.start, self.budget = start, start.phi, budget
-        self.points = [point for point, _ in known]
-        self.evaluations = [evaluation for _, evaluation in known]
+    def __init__(self, start: Start, budget: Budget, known: Known = ()) -> None:
+        super().__init__(start.phi, known)
+        self.at, self.budget = start, budget
 
     @abstractmethod
     def batches(self) -> Batches:
@@ -174,21 +157,15 @@ class Begun(ABC):
             answers: What is known of the batch that it waits for.
         """
 
-    def ask(self, points: Tensor) -> Asked:
+    def ask(self, points: Tensor) -> Generator[list[Start], Answers, Answers]:
         """Ask for points, ``n x d``, note what is found there, and return it."""
         answers = yield self.starts(points)
-        for point, evaluation in answers.evaluated:
-            self.note(point, evaluation)
+        self.add(answers.evaluated)
         return answers
 
     def starts(self, points: Tensor) -> list[Start]:
         """Return points, ``n x d``, as what the metric is asked for."""
         return [replace(self.at, phi=point) for point in points]
-
-    def note(self, point: Tensor, evaluation: Evaluation) -> None:
-        """Take an evaluated point, ``d``."""
-        self.points.append(point)
-        self.evaluations.append(evaluation)
 
     @property
     def left(self) -> int:
@@ -210,13 +187,7 @@ class DirectSearch(Begun):
         known: What was evaluated before, the start among it; it is not asked again.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        budget: Callable[[], int],
-        algorithm: "Algorithm",
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-    ) -> None:
+    def __init__(self, start: Start, budget: Budget, algorithm: "Algorithm", known: Known = ()) -> None:
         super().__init__(start, budget, known)
         self._algorithm = algorithm
 
@@ -225,11 +196,6 @@ class DirectSearch(Begun):
         if not self.points:
             yield from self.ask(self.start[None])
         yield from self._algorithm(self)
-
-    @property
-    def at_start(self) -> Evaluation:
-        """The evaluation of the start."""
-        return next(e for p, e in zip(self.points, self.evaluations, strict=True) if torch.equal(p, self.start))
 
     def towards_mean(self, centres: Sequence[Tensor]) -> Batches:
         """Spend what is left on points from the last centre to the mean of the later half of the centres."""
@@ -240,29 +206,13 @@ class DirectSearch(Begun):
 
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the best evaluated point, the first of equals, of those that satisfy the constraints if any do."""
-        points = [*self.points, *(point for point, _ in answers.evaluated)]
-        evaluations = [*self.evaluations, *(evaluation for _, evaluation in answers.evaluated)]
-        limits = self.limits
-        violates = [limits is not None and not limits.hold(each) for each in evaluations]
-        best = min(range(len(points)), key=lambda at: (violates[at], evaluations[at].cost))
-        curve = falls([each.cost for each in evaluations])
-        return SearchResult(
-            points[best], evaluations[best], tuple(evaluations), curve, torch.stack(points), len(points)
-        )
+        now = self.with_more(answers.evaluated)
+        point, best = now.points[now.best_seen()], now.evaluations[now.best_seen()]
+        return SearchResult(point, best, tuple(now.evaluations), torch.stack(now.points), len(now.points))
 
 
 # What a direct search asks for, of the search that has begun.
 Algorithm: TypeAlias = Callable[[DirectSearch], Batches]
-
-
-def falls(costs: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Return (queries, best cost so far) at the first cost and whenever the best fell."""
-    found, best = [], math.inf
-    for queries, cost in enumerate(costs, start=1):
-        if cost < best:
-            best = cost
-            found.append((queries, best))
-    return tuple(found)
 
 
 class SearchStrategy(ABC):
@@ -288,15 +238,7 @@ class SearchStrategy(ABC):
         """
 
     @abstractmethod
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> Begun:
+    def begin(self, task: FinetuneTask, start: Start, budget: Budget, *, known: Known = (), seed: int = 0) -> Begun:
         """Begin a search; the task's metric is not evaluated.
 
         Whoever drives it has the model stand at the start, here and whenever its next batch is asked for.
@@ -304,7 +246,7 @@ class SearchStrategy(ABC):
         Args:
             task: Model, and loss and batches where it has them.
             start: Where it begins.
-            budget: Returns how many evaluations it may ask for, those of what is known among them; that may grow.
+            budget: Returns how many evaluations it may ask for.
             known: Points that were evaluated before, the start's phi among them; without any, it is asked first.
             seed: Seed of all draws.
 
@@ -319,8 +261,7 @@ class SearchStrategy(ABC):
             BudgetError: It is too small; the message says how many are needed.
         """
         if evaluations < (least := self.least_queries(dim, starts)):
-            needed = f"{type(self).__name__} in {dim} dimensions of phi needs at least {least}"
-            raise BudgetError(f"{evaluations} queries are too few: {needed}")
+            raise BudgetError(f"{evaluations} queries are too few: {type(self).__name__} needs {least} in d = {dim}")
         return {"queries": evaluations}
 
     def check(self, task: FinetuneTask) -> None:  # noqa: B027 (a search may have nothing to refuse)
@@ -346,14 +287,6 @@ class DirectStrategy(SearchStrategy):
             AdapterError: As from `begin`.
         """
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> DirectSearch:
+    def begin(self, task: FinetuneTask, start: Start, budget: Budget, *, known: Known = (), seed: int = 0) -> Begun:
         """Begin a search (see `SearchStrategy`)."""
         return DirectSearch(start, budget, self.algorithm(task, seed), known)

@@ -5,8 +5,8 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import ClassVar, NamedTuple
 
@@ -15,17 +15,20 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.climb import climb_of_chance
 from metricopt_ext.search.descent import descend
-from metricopt_ext.search.feasibility import Aim, Feasibility, seen_within
 from metricopt_ext.search.probe import probe
-from metricopt_ext.search.strategy import Answers, Batches, Begun, SearchResult, SearchStrategy, falls
-from metricopt_ext.search.visited import Visited
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.search.strategy import Answers, Batches, Begun, Budget, SearchResult, SearchStrategy
+from metricopt_ext.search.visited import Aim, Known
+from metricopt_ext.tasks.evaluation import stacked_halves
+from metricopt_ext.tasks.split_half import fault_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.value.gp import GPLearner, GPValueFunction
+from metricopt_ext.value.fitting import measure_ahead
+from metricopt_ext.value.gp import GPLearner
+from metricopt_ext.value.value_function import Quality
 
 # From how many points each proposal's own posterior sample is descended.
 STARTS = 3
@@ -99,15 +102,7 @@ class GuidedTrustRegion(SearchStrategy):
         """Return the smallest budget in d dimensions: the starts, a design, a point that f proposes, and the end."""
         return self.design_size(dim) + 2 + starts
 
-    def begin(
-        self,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        *,
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
-    ) -> "GuidedSearch":
+    def begin(self, task: FinetuneTask, start: Start, budget: Budget, *, known: Known = (), seed: int = 0) -> Begun:
         """Begin a search (see `SearchStrategy`)."""
         return GuidedSearch(self, task, start, budget, known, seed)
 
@@ -125,31 +120,22 @@ class GuidedSearch(Begun):
         budget: How many evaluations it may ask for.
         known: What was evaluated before.
         seed: Seed of all draws.
+
+    Attributes:
+        widened: See `SearchResult`.
+        ahead: What was predicted of each point that f proposed before it was queried, by the point's index: by f, by
+            the median of all costs, and by the best cost so far.
     """
 
     def __init__(
-        self,
-        search: GuidedTrustRegion,
-        task: FinetuneTask,
-        start: Start,
-        budget: Callable[[], int],
-        known: Sequence[tuple[Tensor, Evaluation]] = (),
-        seed: int = 0,
+        self, search: GuidedTrustRegion, task: FinetuneTask, start: Start, budget: Budget, known: Known, seed: int
     ) -> None:
         super().__init__(start, budget, known)
-        self.search, self.signature = search, task.adapter.signature
+        self.search, self.bounded, self.signature = search, task.metric.bounds is not None, task.adapter.signature
         self.probe, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
-        self.visited = Visited(self.start, GPLearner(self.probe.scale, self.probe.spectrum))
-        self.visited.points, self.visited.evaluations = self.points, self.evaluations
-        self.narrows, self._bounded = True, task.metric.bounds is not None
-        self.feasibility = Feasibility()
-        self._ending: _Ending | None = None
-
-    @property
-    def far(self) -> float:
-        """By how much the cost of a point that is far worse exceeds the start's, chance aside."""
-        cost = self.visited.started[1].cost
-        return FAR * (1 - cost) if self._bounded else FAR_UNBOUNDED * abs(cost)
+        self.widened = 1.0
+        self.ahead: dict[int, tuple[float, float, float]] = {}
+        self._ending: Answers | None = None  # once the end of a budget is asked for, what is found there
 
     def batches(self) -> Batches:
         """Ask for the start, then for what f proposes, and last for the end; again if there are more queries."""
@@ -163,40 +149,34 @@ class GuidedSearch(Begun):
                     proposed = next(proposals).to(self.start)
                 batch, proposed = proposed[:left], proposed[left:]
                 yield from self.ask(batch)
-            if self.visited.varies():
-                self._ending = _Ending(f := self.visited.fit(last=True), self._mean_of_best(self._aim(f, last=True)))
-                ((at, evaluation),) = yield self.starts(self._ending.mean[None])
-                self._ending = self._ending._replace(mean=at.phi, evaluated=evaluation)
+            if self.varies():
+                mean, self._ending = self._mean_of_best(self._aim(last=True)), Answers()
+                self._ending = yield self.starts(mean[None])
             while self.budget() == budget:
                 yield []
             self._ending = None
 
-    def quality(self) -> float | None:
-        """Return the Spearman correlation of what f predicted with what was found; None if f predicted nothing yet."""
-        quality = self.visited.quality()
-        return None if quality is None else quality.spearman
-
     def _proposals(self) -> Iterator[Tensor]:
-        """Yield the points to query, ``m x d``, without end; all must be in ``visited`` before the next are drawn."""
-        search, visited = self.search, self.visited
+        """Yield the points to query, ``m x d``, without end; all must be visited before the next are drawn."""
+        search = self.search
         yield (design := self._design(search.design_size(len(self.start)), SCALES)).points
-        while (far := self._is_too_far(design)) or not visited.reacts():
-            narrower = visited.widened * min(design.least, SCALES[1])
-            visited.widened = narrower if far else min(WIDEST, 2 * visited.widened)
+        while (far := self._is_too_far(design)) or not self.reacts():
+            narrower = self.widened * min(design.least, SCALES[1])
+            self.widened = narrower if far else min(WIDEST, 2 * self.widened)
             design = self._design(search.batch + search.batch % 2, SCALES if far else SCALES[:1])
             yield design.points
-        unit = visited.widened * self.probe.scale * math.sqrt(len(self.start))
+        unit = self.widened * self.probe.scale * math.sqrt(len(self.start))
         radius, centre, began = self._first_radius(design), -1, 0
         while True:
-            f, latest = visited.fit(), centre
-            aim = self._aim(f)
-            centre = aim.best()
+            aim, latest = self._aim(), centre
+            centre = int(aim.order()[0])
             if latest >= 0:
                 success = centre != latest and centre >= began
-                radius *= GROW if success else SHRINK
-                radius = min(max(radius, LEAST_RADIUS), LARGEST_RADIUS)
-            began, batch = len(visited.points), self._batch(aim, visited.phi[centre], radius * unit)
-            visited.predict(f, batch)
+                radius = min(max(radius * (GROW if success else SHRINK), LEAST_RADIUS), LARGEST_RADIUS)
+            began, batch = len(self.points), self._batch(aim, self.phi[centre], radius * unit)
+            constant, incumbent = float(self.cost.median()), float(self.cost.min())
+            for at, predicted in enumerate(aim.f(batch).tolist(), start=began):
+                self.ahead[at] = predicted, constant, incumbent
             yield batch
 
     def _design(self, points: int, scales: Sequence[float]) -> "_Design":
@@ -204,53 +184,65 @@ class GuidedSearch(Begun):
         root = self.probe.spectrum.root(1.0)
         drawn = torch.randn(points // 2, len(root), generator=self.rng, dtype=torch.float64).to(root)
         of_pairs = torch.tensor([scales[pair % len(scales)] for pair in range(points // 2)]).to(root)
-        offsets = self.visited.widened * self.probe.scale * of_pairs[:, None] * drawn @ root.T
-        best = seen_within(self.limits, self.visited)
-        drawn_at = self.visited.points[best] + torch.cat([offsets, -offsets])
-        return _Design(drawn_at, of_pairs.repeat(2), best, len(self.visited.points))
+        offsets = self.widened * self.probe.scale * of_pairs[:, None] * drawn @ root.T
+        best = self.best_seen()
+        return _Design(self.points[best] + torch.cat([offsets, -offsets]), of_pairs.repeat(2), best, len(self.points))
+
+    def _scales(self, design: "_Design") -> dict[int, float]:
+        """Return the scales of those points of a design that were answered, by their indices among the visited ones.
+
+        Some may have been given up, others told meanwhile; one on file may be rounded otherwise.
+        """
+        found = {}
+        for at in range(design.began, len(self.points)):
+            apart = (design.points - self.points[at]).norm(dim=1)
+            nearest = int(apart.argmin())
+            if apart[nearest] <= OFF_DESIGN * (design.points[nearest] - self.points[design.centre]).norm():
+                found[at] = float(design.scales[nearest])
+        return found
 
     def _is_too_far(self, design: "_Design") -> bool:
         """Whether no point of a design gains on what it was drawn around, and even its smallest pairs are far worse.
 
         The mean of a pair's losses is their curvature alone: what the one side gains by a slope, the other loses.
         """
-        visited = self.visited
-        if not self.narrows or visited.widened * design.least < NARROWEST:
+        scales, centre, start = self._scales(design), self.evaluations[design.centre], self.started[1]
+        near = [self.evaluations[at] for at, scale in scales.items() if scale == design.least]
+        gains = any(self.evaluations[at].cost < centre.cost for at in scales)
+        if not near or gains or self.widened * design.least < NARROWEST:
             return False
-        proposed, centre = design.proposed(visited), visited.evaluations[design.centre]
-        near = [visited.evaluations[at] for at, scale in proposed.items() if scale == design.least]
-        if not near or min(visited.evaluations[at].cost for at in proposed) < centre.cost:
-            return False
-        chance = visited.chance(centre, near)
-        far = max(self.far, BEYOND * chance if math.isfinite(chance) else 0.0)
-        return mean(each.cost for each in near) - centre.cost > far
+        far, chance = (
+            FAR * (1 - start.cost) if self.bounded else FAR_UNBOUNDED * abs(start.cost),
+            self.chance(centre, near),
+        )
+        beyond = BEYOND * chance if math.isfinite(chance) else 0.0
+        return mean(each.cost for each in near) - centre.cost > max(far, beyond)
 
     def _first_radius(self, design: "_Design") -> float:
         """Return the first radius, from the last design: around it if that was as wide as the metric reacts."""
-        if self.visited.widened > 1:
+        if self.widened > 1:
             return LARGEST_FIRST
-        scale = design.proposed(self.visited).get(seen_within(self.limits, self.visited), SCALES[-1])
+        scale = self._scales(design).get(self.best_seen(), SCALES[-1])
         return min(LARGEST_FIRST, max(LEAST_RADIUS, FIRST_RADIUS * scale))
 
-    def _aim(self, f: GPValueFunction, visited: Visited | None = None, *, last: bool = False) -> Aim:
-        """Return what the search goes for: f's least, where the constraints hold if there are any."""
-        visited = visited or self.visited
-        return Aim(f, visited) if self.limits is None else self.feasibility.aim(f, visited, self.limits, last=last)
+    def _aim(self, *, last: bool = False) -> Aim:
+        """Fit what the search goes for to all that was visited (see `Visited.fit`)."""
+        return self.fit(GPLearner(self.widened * self.probe.scale, self.probe.spectrum), last=last)
 
     @num_threads(1)  # the tensors are small
-    def _batch(self, f: Aim, centre: Tensor, radius: float) -> Tensor:
+    def _batch(self, aim: Aim, centre: Tensor, radius: float) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         batch = self.search.batch
         own = torch.arange(batch).repeat_interleave(STARTS)
         tau = own / max(1, batch - 1)
-        deviations = f.deviations(batch, self.rng)
-        offsets = normalize(torch.randn(len(own), f.dim, generator=self.rng, dtype=torch.float64), dim=1)
+        deviations = aim.f.deviations(batch, self.rng)
+        offsets = normalize(torch.randn(len(own), len(centre), generator=self.rng, dtype=torch.float64), dim=1)
         offsets *= 0.7 * radius
         offsets[::STARTS] *= 0.1  # the first start of each point is close to the centre
         own, tau, offsets = (each.to(centre.device) for each in (own, tau, offsets))
 
         def value(phi: Tensor) -> Tensor:
-            return f.mean(phi) + tau * deviations(phi).gather(1, own[:, None]).squeeze(1)
+            return aim.mean(phi) + tau * deviations(phi).gather(1, own[:, None]).squeeze(1)
 
         ends, values = descend(value, centre + offsets, centre, radius)
         best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
@@ -260,42 +252,55 @@ class GuidedSearch(Begun):
         """Return the mean of the best visited points by f, ``d``, of those that satisfy the constraints."""
         order = aim.order()
         share = int(END_SHARE * len(order))
-        return self.visited.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
+        return self.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
+
+    def _predicted(self) -> tuple[Tensor, Tensor]:
+        """Return what is `ahead` of the points that are visited by now, ``m x 3``, and their costs, ``m``."""
+        at = [each for each in self.ahead if each < len(self.points)]
+        predicted = torch.tensor([self.ahead[each] for each in at], dtype=torch.float64).view(-1, 3)
+        return predicted, self.cost[at].cpu()
+
+    def _quality(self) -> Quality | None:
+        """Return how well was predicted what was queried since; None if nothing was."""
+        predicted, true = self._predicted()
+        return measure_ahead(predicted, true, self.started[1].cost) if len(true) else None
+
+    def quality(self) -> float | None:
+        """Return the Spearman correlation of what f predicted with what was found; None if f predicted nothing yet."""
+        quality = self._quality()
+        return None if quality is None else quality.spearman
 
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
-        visited = self.visited.with_more([] if self._ending is not None else answers.evaluated)
-        if not visited.varies():
-            f, (point, evaluation) = None, visited.started
-        else:
-            f = self._ending.f if self._ending is not None else visited.fit(last=True)
-            aim = self._aim(f, visited, last=True)
-            best, seen = aim.best(), seen_within(self.limits, visited)
-            point, evaluation = visited.points[best], visited.evaluations[best]
-            chance = visited.chance(evaluation, visited.best_quarter())
-            slack = min(f.noise_std, chance)
-            evaluated = None if self._ending is None else self._ending.evaluated
-            if self._ending is not None and evaluated is not None and aim.prefers(evaluated, evaluation, slack):
-                point, evaluation = self._ending.mean, evaluated
-            if visited.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
-                point, evaluation = visited.points[seen], visited.evaluations[seen]
-            visited.complete(f, point)
-            f.signature = self.signature
-        began = self.start if self.reached is None else self.reached
-        return SearchResult(
-            phi=point,
-            evaluation=evaluation,
-            evaluations=tuple(visited.evaluations),
-            curve=falls([each.cost for each in visited.evaluations]),
-            points=torch.stack(visited.points),
-            queries=len(visited.points) + (self._ending is not None and self._ending.evaluated is not None),
+        now = self.with_more(answers.evaluated if self._ending is None else [])
+        own = [] if self._ending is None else self._ending.evaluated
+        predicted, true = now._predicted()
+        result = SearchResult(
+            *now.started,
+            tuple(now.evaluations),
+            torch.stack(now.points),
+            len(now.points) + len(own),
             learns=True,
-            f=f,
-            predicted=visited.predicted(),
-            widened=visited.widened,
-            known=None if f is None else visited.fitted(),
-            climbed=0.0 if f is None else visited.climbed(f, began, point),
+            predicted=torch.stack([predicted[:, 0], true], 1),
+            widened=self.widened,
         )
+        if not now.varies():
+            return result
+        aim, seen = now._aim(last=True), now.best_seen()
+        best = int(aim.order()[0])
+        point, evaluation = now.points[best], now.evaluations[best]
+        chance = now.chance(evaluation, now.best_quarter())
+        for mean_of_best, there in own:
+            if now.as_good(there, evaluation, min(aim.f.noise_std, chance)):
+                point, evaluation = mean_of_best, there
+        if now.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
+            point, evaluation = now.points[seen], now.evaluations[seen]
+        aim.f.set_domain(aim.f.points, centre=point, reaching=self.start)
+        aim.f.quality, aim.f.signature = now._quality() or aim.f.quality, self.signature
+        fitted, began = now.fitted(), self.start if self.reached is None else self.reached
+        halves = None if fault_of_halves(now.evaluations) else stacked_halves([now.evaluations[at] for at in fitted])
+        climbed = 0.0 if halves is None else climb_of_chance(aim.f, halves, began, point)
+        return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted, climbed=climbed)
 
 
 class _Design(NamedTuple):
@@ -310,24 +315,3 @@ class _Design(NamedTuple):
     def least(self) -> float:
         """The scale of the smallest pairs."""
         return float(self.scales.min())
-
-    def proposed(self, visited: Visited) -> dict[int, float]:
-        """Return the scales of those points that were answered, by their indices among the visited ones.
-
-        Some may have been given up, others told meanwhile; one on file may be rounded otherwise.
-        """
-        found = {}
-        for at in range(self.began, len(visited.points)):
-            apart = (self.points - visited.points[at]).norm(dim=1)
-            nearest = int(apart.argmin())
-            if apart[nearest] <= OFF_DESIGN * (self.points[nearest] - visited.points[self.centre]).norm():
-                found[at] = float(self.scales[nearest])
-        return found
-
-
-class _Ending(NamedTuple):
-    """The end of a budget: f of all points, the mean of the best of them by f, ``d``, and what was found there."""
-
-    f: GPValueFunction
-    mean: Tensor
-    evaluated: Evaluation | None = None

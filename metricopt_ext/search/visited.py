@@ -1,20 +1,19 @@
-"""What a guided search has queried, and the value functions fitted to it."""
+"""What a search has queried, and the value functions fitted to it."""
 
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.climb import climb_of_chance
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.value.fitting import measure_ahead
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
-from metricopt_ext.value.value_function import Quality
 
 # Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
 REFIT = 1.25
@@ -30,48 +29,49 @@ LEAST_TELLING = 8
 # The metric reacts to phi if this share of the points have another cost than most.
 REACTING = 0.25
 
+# Points that were evaluated, ``d`` each.
+Known: TypeAlias = Sequence[tuple[Tensor, Evaluation]]
+
 
 class Visited:
     """What a search has queried, and the value functions fitted to it.
 
     Args:
         start: phi_0, ``d``.
-        learner: Fits f; its scale is the one that was probed.
+        known: What was evaluated before, the start among it.
 
     Attributes:
-        points: The visited phi, ``d`` each.
+        points: The visited phi, ``d`` each, in the order in which they were asked.
         evaluations: The metric's evaluations of them.
-        ahead: For each point that f proposed, what was predicted before it was queried: by f, by the median of all
-            costs, and by the best cost so far.
-        widened: See `SearchResult`.
+        limits: The metric's constraints; None without any.
+        chosen: The hyper-parameters of f, 0, and of each constraint's process, from 1 on, and of how many points they
+            were chosen.
+
+    Raises:
+        ValueError: Something is known, and the start is not among it.
     """
 
-    def __init__(self, start: Tensor, learner: GPLearner) -> None:
-        self.start, self.learner = start, learner
-        self.points: list[Tensor] = []
-        self.evaluations: list[Evaluation] = []
-        self.ahead: dict[int, tuple[float, float, float]] = {}
-        self.widened = 1.0
-        self.chosen: tuple[int, Hyperparameters] | None = None
+    limits: Limits | None = None
 
-    def add(self, point: Tensor, evaluation: Evaluation) -> None:
-        """Add a queried point."""
-        self.points.append(point)
-        self.evaluations.append(evaluation)
+    def __init__(self, start: Tensor, known: Known = ()) -> None:
+        if known and not any(torch.equal(point, start) for point, _ in known):
+            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
+        self.start = start
+        self.points = [point for point, _ in known]
+        self.evaluations = [evaluation for _, evaluation in known]
+        self.chosen: dict[int, tuple[int, Hyperparameters]] = {}
 
-    def with_more(self, evaluated: Sequence[tuple[Tensor, Evaluation]]) -> "Visited":
+    def add(self, evaluated: Known) -> None:
+        """Add queried points."""
+        self.points += [point for point, _ in evaluated]
+        self.evaluations += [evaluation for _, evaluation in evaluated]
+
+    def with_more(self, evaluated: Known) -> Self:
         """Return the same with more points, which this one does not get."""
         more = copy.copy(self)
         more.points, more.evaluations = list(self.points), list(self.evaluations)
-        for point, evaluation in evaluated:
-            more.add(point, evaluation)
+        more.add(evaluated)
         return more
-
-    def of_costs(self, costs: Sequence[float]) -> "Visited":
-        """Return the same points with other costs, as of another quantity, and no choice of hyper-parameters yet."""
-        other = copy.copy(self)
-        other.evaluations, other.chosen = [Evaluation(cost) for cost in costs], None
-        return other
 
     @property
     def started(self) -> tuple[Tensor, Evaluation]:
@@ -86,7 +86,10 @@ class Visited:
     @property
     def cost(self) -> Tensor:
         """Their costs, ``n``, float64."""
-        return torch.tensor([each.cost for each in self.evaluations], dtype=torch.float64, device=self.start.device)
+        return self._numbers([each.cost for each in self.evaluations])
+
+    def _numbers(self, numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self.start.device)
 
     def varies(self) -> bool:
         """Whether not all costs are equal."""
@@ -96,13 +99,48 @@ class Visited:
         """Whether the metric reacts to phi: enough points have another cost than most."""
         return bool((self.cost != self.cost.mode().values).double().mean() >= REACTING)
 
-    def selected(self, most: int) -> Tensor:
+    def holds(self, evaluation: Evaluation) -> bool:
+        """Whether an evaluation satisfies the constraints."""
+        return self.limits is None or self.limits.hold(evaluation)
+
+    def best_seen(self) -> int:
+        """Return the index of the least cost, the first of equals, where the constraints hold if they do anywhere."""
+        return min(range(len(self.points)), key=lambda at: self._rank(self.evaluations[at]))
+
+    def as_good(self, evaluation: Evaluation, other: Evaluation, slack: float) -> bool:
+        """Whether an evaluation is as good as another one, up to a slack in cost; violating constraints is worse."""
+        return self._rank(evaluation) <= (not self.holds(other), other.cost + slack)
+
+    def _rank(self, evaluation: Evaluation) -> tuple[bool, float]:
+        return not self.holds(evaluation), evaluation.cost
+
+    def chance(self, evaluation: Evaluation, among: Sequence[Evaluation]) -> float:
+        """Return the standard deviation of what is chance in the difference of an evaluation from others.
+
+        It is what the metric's halves or repeats show (`chance_of_gain`), and infinite where nothing tells.
+        """
+        halved = [each for each in among if each.halves is not None]
+        if evaluation.halves is not None and halved and not fault_of_halves(self.evaluations):
+            return chance_of_gain(evaluation, stacked_halves(halved))
+        noise = noise_of([evaluation, *among]) if evaluation.noise is not None else math.inf
+        return math.sqrt(2) * noise
+
+    def best_quarter(self) -> list[Evaluation]:
+        """Return the evaluations of the best quarter of the points, of eight at least, the best first."""
+        ranked = sorted(self.evaluations, key=lambda each: each.cost)
+        return ranked[: max(LEAST_TELLING, math.ceil(len(ranked) / 4))]
+
+    def selected(self, most: int, cost: Tensor | None = None) -> Tensor:
         """Return the indices, ascending, of that many points, or of all if there are no more.
 
         They are the start and what was asked first, the worst, the best, and the latest, which are where the search
         goes on. (Were all chosen by their cost, or by where the best is, luck in the costs would have chosen them.)
+
+        Args:
+            most: How many.
+            cost: What is least of the best, ``n``; by default the metric's cost.
         """
-        cost = self.cost
+        cost = self.cost if cost is None else cost
         order, rank = cost.argsort(stable=True), torch.arange(len(cost), 0, -1, device=cost.device)
         rank[(self.phi == self.start).all(dim=1)] = 0  # f is asked for the gain over it
         rank[: int(FIRST_SHARE * most)] = 0
@@ -115,87 +153,79 @@ class Visited:
         return self.selected(MOST_POINTS)
 
     @num_threads(1)
-    def fit(self, *, last: bool = False) -> GPValueFunction:
-        """Fit f, with new hyper-parameters if there are many more points than at the last choice.
+    def fit(self, learner: GPLearner, *, last: bool = False) -> "Aim":
+        """Fit f, and a process to how far beyond each limit phi is, by the same learner.
+
+        Hyper-parameters are new if there are many more points than at the last choice.
 
         Args:
+            learner: Fits each.
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
         """
-        phi, cost = self.phi, self.cost
-        chosen, learner = self.chosen, replace(self.learner, scale=self.widened * self.learner.scale)
+        beyond = [] if self.limits is None else zip(*map(self.limits.excesses, self.evaluations), strict=True)
+        excesses = [
+            self._fit(number, learner, self._numbers(each), 0.0, last)
+            for number, each in enumerate(beyond, start=1)
+            if min(each) < max(each)
+        ]
+        return Aim(self._fit(0, learner, self.cost, noise_of(self.evaluations), last), excesses, self)
+
+    def _fit(self, number: int, learner: GPLearner, cost: Tensor, noise: float, last: bool) -> GPValueFunction:
+        phi, chosen = self.phi, self.chosen.get(number)
         if chosen is None or len(cost) >= REFIT * chosen[0]:
-            at = self.selected(MOST_JUDGED)
-            chosen = len(cost), learner.most_likely(phi[at], cost[at], noise_of(self.evaluations))
+            at = self.selected(MOST_JUDGED, cost)
+            chosen = len(cost), learner.most_likely(phi[at], cost[at], noise)
         if not last:
-            self.chosen = chosen
-        at = self.fitted()
+            self.chosen[number] = chosen
+        at = self.selected(MOST_POINTS, cost)
         return learner(phi[at], cost[at], chosen[1])
 
-    def seen(self) -> int:
-        """Return the index of the point with the least cost, the first of equals."""
-        return int(self.cost.argmin())
 
-    def chance(self, evaluation: Evaluation, among: Sequence[Evaluation]) -> float:
-        """Return the standard deviation of what is chance in the difference of an evaluation from others.
+class Aim(NamedTuple):
+    """What a guided search goes for: the least f where constraints hold; if they do nowhere, where they likeliest do.
 
-        It is what the metric's halves or repeats show (`chance_of_gain`), and infinite where nothing tells.
+    A proposal minimises f less the logarithm of the probability that all hold, as expected improvement is weighted by
+    it in Gelbart et al. (2014) and Gardner et al. (2014): far inside, the constraints cost nothing; far outside nothing
+    makes up for them.
+
+    Attributes:
+        f: The value function.
+        excesses: For each constraint that varies, the process of how far beyond its limit phi is.
+        visited: What they were fitted to.
+    """
+
+    f: GPValueFunction
+    excesses: Sequence[GPValueFunction]
+    visited: Visited
+
+    def mean(self, phi: Tensor) -> Tensor:
+        """Return what is to be minimised at phi, ``m x d``, in f's standardised units, ``m``, float64."""
+        return self.f.mean(phi) - self.log_feasible(phi)
+
+    def log_feasible(self, phi: Tensor) -> Tensor:
+        """Return the logarithm of the probability that all constraints hold at phi, ``m x d``, as if independent."""
+        found = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
+        for excess in self.excesses:
+            found = found + log_below_zero(excess, phi.double())
+        return found
+
+    def order(self) -> Tensor:
+        """Return the indices of the points that f is fitted to and where constraints hold, the best first.
+
+        If they hold at none, it is the one where they likeliest do.
         """
-        if evaluation.halves is not None and not fault_of_halves(self.evaluations):
-            halves = stacked_halves([each for each in among if each.halves is not None])
-            if halves is not None and len(halves):
-                return chance_of_gain(evaluation, halves)
-        noise = noise_of([evaluation, *among]) if evaluation.noise is not None else math.inf
-        return math.sqrt(2) * noise
+        at = self.visited.fitted()
+        phi, holds = self.visited.phi[at], [self.visited.holds(self.visited.evaluations[each]) for each in at.tolist()]
+        if not any(holds):
+            return at[self.log_feasible(phi).neg().argsort(stable=True)[:1]]
+        order = self.mean(phi).argsort(stable=True)
+        return at[order[torch.tensor(holds, device=at.device)[order]]]
 
-    def best_quarter(self) -> list[Evaluation]:
-        """Return the evaluations of the best quarter of the points, of eight at least, the best first."""
-        ranked = sorted(self.evaluations, key=lambda each: each.cost)
-        return ranked[: max(LEAST_TELLING, math.ceil(len(ranked) / 4))]
 
-    def best(self, f: GPValueFunction) -> int:
-        """Return the index of the point with the least f, of those that f is fitted to."""
-        at = self.fitted()
-        return int(at[f.mean(self.phi[at]).argmin()])
-
-    def order(self, f: GPValueFunction) -> Tensor:
-        """Return the indices of the points that f is fitted to, the best by f first."""
-        at = self.fitted()
-        return at[f.mean(self.phi[at]).argsort()]
-
-    def climbed(self, f: GPValueFunction, began: Tensor, end: Tensor) -> float:
-        """Return the gain over where a search began, ``d``, that chance alone would have given at its end, ``d``.
-
-        See `climb_of_chance`; 0 if the metric has no halves that tell at a point that f is fitted to.
-        """
-        halves = stacked_halves([self.evaluations[at] for at in self.fitted().tolist()])
-        if halves is None or fault_of_halves(self.evaluations):
-            return 0.0
-        return climb_of_chance(f, halves, began, end)
-
-    def predict(self, f: GPValueFunction, batch: Tensor) -> None:
-        """Note what is predicted of a batch, ``m x d``, that is about to be queried."""
-        constant, incumbent = float(self.cost.median()), float(self.cost.min())
-        for at, predicted in enumerate(f(batch).tolist(), start=len(self.points)):
-            self.ahead[at] = predicted, constant, incumbent
-
-    def complete(self, f: GPValueFunction, end: Tensor) -> None:
-        """Give f its domain around the end, ``d``, and its quality on the points that were predicted before."""
-        f.set_domain(f.points, centre=end, reaching=self.start)
-        f.quality = self.quality() or f.quality
-
-    def quality(self) -> Quality | None:
-        """Return how well was predicted what was queried since; None if nothing was."""
-        predicted = self._predicted()
-        if not predicted:
-            return None
-        predictions = torch.tensor([self.ahead[at] for at in predicted], dtype=torch.float64)
-        return measure_ahead(predictions, self.cost[predicted].cpu(), self.started[1].cost)
-
-    def predicted(self) -> Tensor:
-        """Return what f predicted before it was queried, and what was found, ``m x 2``."""
-        predicted = self._predicted()
-        pairs = [(self.ahead[at][0], self.evaluations[at].cost) for at in predicted]
-        return torch.tensor(pairs, dtype=torch.float64).view(-1, 2)
-
-    def _predicted(self) -> list[int]:
-        return [at for at in self.ahead if at < len(self.points)]
+def log_below_zero(excess: GPValueFunction, phi: Tensor) -> Tensor:
+    """Return the log-probability that what is observed at phi, ``m x d``, is at most 0, ``m``; differentiable."""
+    cross = torch.linalg.solve_triangular(excess.root(), excess.kernel(phi).T, upper=False)
+    variance = excess.variance * ((1 - cross.square().sum(0)).clamp(min=0) + excess.noise)
+    limit = -excess.cost_mean / excess.cost_std
+    found: Tensor = torch.special.log_ndtr((limit - excess.mean(phi)) / variance.sqrt())
+    return found

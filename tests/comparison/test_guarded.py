@@ -29,7 +29,6 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
     evaluation = Evaluation(ended, pairs=((ended, ended),))
     end = SearchResult(
         phi=at("search"),
-        curve=(),
         queries=12,
         evaluation=evaluation,
         points=torch.zeros(11, 4),

@@ -48,7 +48,7 @@ def searched(b: Tensor) -> SearchResult:
     evaluations = tuple(evaluation(of) for of in costs)
     scale = torch.eye(2, dtype=torch.float64) / 6  # so long that the process is nearly a quadratic's
     f = GPValueFunction.conditioned(points, costs[:-1].mean(1), scale, 1e-11)
-    return SearchResult(end, evaluations[-1], evaluations[:-1], (), points, len(points), learns=True, f=f)
+    return SearchResult(end, evaluations[-1], evaluations[:-1], points, len(points), learns=True, f=f)
 
 
 def test_what_is_lost_is_takeuchis_criterion() -> None:

@@ -94,7 +94,7 @@ def test_the_end_counts_what_was_told_of_the_open_batch(quadratic: Callable[...,
     asking.tell(trials[0].id, None)
     end = begun.end(asking.told())
     assert torch.equal(end.phi, trials[2].at.phi)
-    assert (end.queries, end.curve) == (2, ((1, 2.0), (2, 1.0)))
+    assert (end.queries, [each.cost for each in end.evaluations]) == (2, [2.0, 1.0])
     assert torch.equal(end.points, torch.stack([task.origin(), trials[2].at.phi]))
     assert [each.id for each in asking.batch[:9]] == [each.id for each in trials]
     assert begun.quality() is None  # a direct search predicts nothing

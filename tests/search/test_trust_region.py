@@ -17,7 +17,6 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
-from metricopt_ext.search.feasibility import Aim
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import (
@@ -28,7 +27,7 @@ from metricopt_ext.search.trust_region import (
 )
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.value.gp import GPLearner
+from metricopt_ext.value.gp import GPLearner, GPValueFunction
 
 SEARCH = GuidedTrustRegion()
 
@@ -62,7 +61,7 @@ def bounded(task: Any, cost: Callable[[Tensor], float]) -> Any:
 
 
 def assert_same(a: SearchResult, b: SearchResult) -> None:
-    for name in ("cost", "curve", "queries", "evaluation", "evaluations", "widened"):
+    for name in ("cost", "queries", "evaluation", "evaluations", "widened"):
         assert getattr(a, name) == getattr(b, name), name
     for name in ("phi", "points", "predicted"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -167,7 +166,7 @@ def test_a_flat_metric_widens_the_design_and_ends_at_the_start(quadratic: Callab
     start = rand(4, seed=2)
     end = run(task, start, 80, seed=1)
     assert end.f is None
-    assert (end.widened, end.cost, end.evaluation, end.curve) == (WIDEST, 0.25, Evaluation(0.25), ((1, 0.25),))
+    assert (end.widened, end.cost, end.evaluation) == (WIDEST, 0.25, Evaluation(0.25))
     assert torch.equal(end.phi, start)
     assert task.queries == end.queries == task.metric.ledger.spent == 79  # there is no end to ask for
     assert end.predicted.shape == (0, 2)
@@ -252,14 +251,14 @@ def test_the_first_of_a_batch_minimises_f_itself(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If posterior samples deviate nowhere, all points of a batch do: they agree, but for where their descent began."""
-    task, deviations = quadratic(), Aim.deviations
+    task, deviations = quadratic(), GPValueFunction.deviations
     bold = run(quadratic(), task.origin(), 5 + 4 + 1).points[5:9]
 
-    def without(self: Aim, count: int, rng: torch.Generator) -> Callable[[Tensor], Tensor]:
+    def without(self: GPValueFunction, count: int, rng: torch.Generator) -> Callable[[Tensor], Tensor]:
         drawn = deviations(self, count, rng)
         return lambda phi: 0 * drawn(phi)
 
-    monkeypatch.setattr(Aim, "deviations", without)
+    monkeypatch.setattr(GPValueFunction, "deviations", without)
     end = run(task, task.origin(), 5 + 4 + 1)
     batch, scale = end.points[5:9], probe(quadratic(), task.origin(), 0).scale
     assert torch.equal(bold[0], batch[0])  # tau is 0 there
@@ -282,10 +281,6 @@ def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], s
     order = end.f.mean(end.points).argsort()
     mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 49
     assert any(torch.equal(end.phi, each) for each in (mean_of_best, end.points[best]))
-    costs = [each.cost for each in end.evaluations]
-    assert end.curve == tuple(
-        (n, cost) for n, cost in enumerate(costs, start=1) if cost < min(costs[: n - 1], default=math.inf)
-    )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,17 +8,14 @@ from torch import Tensor
 
 from helpers.tensors import rand
 from metricopt_ext.search import visited
-from metricopt_ext.search.visited import Visited
+from metricopt_ext.search.visited import Aim, Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 
 
 def filled(points: Tensor, cost: Tensor, start: int = 0) -> Visited:
     """A search of these points, ``n x d``, that has begun at one of them."""
-    found = Visited(points[start], GPLearner(1.0, Spectrum.flat(points.shape[1])))
-    for point, each in zip(points, cost.tolist(), strict=True):
-        found.add(point, Evaluation(each))
-    return found
+    return Visited(points[start], list(zip(points, map(Evaluation, cost.tolist()), strict=True)))
 
 
 def bowl(points: Tensor) -> Tensor:
@@ -26,15 +23,13 @@ def bowl(points: Tensor) -> Tensor:
 
 
 def test_a_metric_of_few_values_reacts_by_its_share() -> None:
-    visited = Visited(torch.zeros(1), GPLearner(1.0, Spectrum.flat(1)))
-    for at in range(6):
-        visited.add(torch.full((1,), float(at)), Evaluation(0.5))
+    visited = Visited(torch.zeros(1), [(torch.full((1,), float(at)), Evaluation(0.5)) for at in range(6)])
     assert not visited.varies()
     assert not visited.reacts()
-    visited.add(torch.ones(1), Evaluation(0.4))
+    visited.add([(torch.ones(1), Evaluation(0.4))])
     assert visited.varies()
     assert not visited.reacts()  # 1 of 7
-    visited.add(torch.ones(1), Evaluation(0.6))
+    visited.add([(torch.ones(1), Evaluation(0.6))])
     assert visited.reacts()  # 2 of 8
 
 
@@ -80,8 +75,7 @@ def test_a_point_that_f_was_not_fitted_to_is_no_best(monkeypatch: pytest.MonkeyP
     assert known.tolist() == [0, *range(52, 81)]
     f = GPValueFunction.conditioned(points[known], found.cost[known], torch.eye(1), 1e-3)
     assert int(f.mean(points).argmin()) in range(1, 21)
-    order = found.order(f)
-    assert found.best(f) == int(order[0])
+    order = Aim(f, [], found).order()
     assert sorted(order.tolist()) == known.tolist()
     torch.testing.assert_close(f.mean(points[order]), f.mean(points[known]).sort().values)  # but for rounding
 
@@ -90,7 +84,6 @@ def test_hyper_parameters_are_chosen_anew_after_a_quarter_more_points_and_a_last
     points = rand(30, 3)
     found = filled(points[:20], bowl(points[:20]))
     for count, last, chosen_at in ((20, True, None), (20, False, 20), (24, False, 20), (25, True, 20), (25, False, 25)):
-        for point in points[len(found.points) : count]:
-            found.add(point, Evaluation(float(bowl(point[None]))))
-        found.fit(last=last)
-        assert (found.chosen and found.chosen[0]) == chosen_at
+        found.add([(each, Evaluation(float(bowl(each[None])))) for each in points[len(found.points) : count]])
+        found.fit(GPLearner(1.0, Spectrum.flat(3)), last=last)
+        assert (found.chosen[0][0] if found.chosen else None) == chosen_at
