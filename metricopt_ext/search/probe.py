@@ -1,17 +1,19 @@
 """What a model says about phi without a single query: how far to move, and along which directions."""
 
-import math
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.gp import Spectrum
+from metricopt_ext.value.gp import GPLearner, Spectrum
 
 GRADIENTS = 64  # random phi whose loss gradients make up the spectrum
 DIRECTIONS = 8  # random directions along which the outputs' movement is measured
@@ -22,81 +24,55 @@ MOVEMENT = 0.3
 # The scale where there is no loss, and so no forward pass: FiLM changes a scale by 2%.
 UNPROBED = 0.02
 
-# Scales that are tried, in steps of sqrt(2): coarse, so that rounding does not decide.
-SCALES: list[float] = [2.0 ** (exponent / 2) for exponent in range(-20, 9)]
+# Scales that are tried, falling in steps of sqrt(2): coarse, so that rounding does not decide.
+SCALES: list[float] = [2.0 ** (exponent / 2) for exponent in range(8, -21, -1)]
 
 
-class Probe(NamedTuple):
-    """What is known of phi's directions before any query.
-
-    Attributes:
-        scale: Standard deviation of phi's coordinates at which draws from the spectrum move the outputs noticeably.
-        spectrum: Directions along which the loss changes, and how much.
-    """
-
-    scale: float
-    spectrum: Spectrum
-
-
-def probe(task: FinetuneTask, start: Tensor, seed: int) -> Probe:
+def probe(task: FinetuneTask, start: Tensor, seed: int) -> GPLearner:
     """Find scale and spectrum around a start, ``d``, by forward and backward passes on batches of the loss.
 
     Without a loss it is the entropy of the task's inputs that counts (Grandvalet & Bengio, 2004); without these too the
     scale is `UNPROBED`, and all directions are alike unless the task has gradients.
 
+    Returns:
+        What fits f: its ``scale`` is the standard deviation of phi's coordinates at which draws from its ``spectrum``
+        move the outputs noticeably.
+
     Raises:
         AdapterError: The loss is no scalar, or has no gradient in phi.
         FloatingPointError: A loss or a gradient is not finite.
     """
-    task = task.probing()
-    if task.loss is None:
-        given = task.gradients
-        return Probe(UNPROBED, Spectrum.flat(task.dim, start.device) if given is None else spectrum_of(given.to(start)))
+    task, tasks = task.probing(), range(GRADIENTS)
+    if task.loss is None or task.batches is None:
+        flat = Spectrum.flat(task.dim, start.device)
+        return GPLearner(UNPROBED, flat if task.gradients is None else spectrum_of(task.gradients.to(start)))
+    outputs = partial(_outputs, task.adapter, task.loss, task.batches(seed, 0, 0))
     directions = torch.randn(DIRECTIONS, task.dim, generator=generator(seed, "probe"), dtype=torch.float64)
-    anywhere = _largest_scale(task, start, directions.to(start), seed)
-    spectrum = loss_spectrum(task, start, 2 * anywhere, seed)
+    anywhere = _largest_scale(outputs, start, directions.to(start))
+    _, gradients = task.loss_and_gradient(start + task.starts(2 * anywhere, seed, tasks), seed, tasks, 0)
+    spectrum = spectrum_of(gradients)
     shaped = directions.to(spectrum.basis) @ spectrum.root(1.0).T  # as the first design is drawn
-    return Probe(_largest_scale(task, start, shaped.to(start), seed), spectrum)
-
-
-def loss_spectrum(task: FinetuneTask, start: Tensor, std: float, seed: int) -> Spectrum:
-    """Return the eigen-decomposition of the mean outer product of unit loss gradients at random phi.
-
-    Args:
-        task: Model, loss and batches; its metric is not evaluated.
-        start: Where phi is drawn around, ``d``.
-        std: Standard deviation of the draws.
-        seed: Seed of phi and batches.
-    """
-    indices = range(GRADIENTS)
-    _, gradients = task.loss_and_gradient(start + task.starts(std, seed, indices), seed, indices, 0)
-    return spectrum_of(gradients)
+    return GPLearner(_largest_scale(outputs, start, shaped.to(start)), spectrum)
 
 
 def spectrum_of(gradients: Tensor) -> Spectrum:
     """Return the eigen-decomposition of the mean outer product of unit gradients, from gradients, ``m x d``."""
-    unit = normalize(gradients.double(), dim=1)
+    unit = nn.functional.normalize(gradients.double(), dim=1)
     weights, basis = torch.linalg.eigh(unit.T @ unit / len(gradients))
     if not weights.sum() > 0:
         return Spectrum.flat(gradients.shape[1], gradients.device)  # the loss is flat everywhere
     return Spectrum(weights.clamp(min=0), basis)
 
 
-def _largest_scale(task: FinetuneTask, start: Tensor, directions: Tensor, seed: int) -> float:
+def _largest_scale(outputs: Callable[[Tensor], list[Tensor]], start: Tensor, directions: Tensor) -> float:
     """Return the largest scale at which the median direction moves the outputs by at most `MOVEMENT`."""
-    assert task.batches is not None
-    batch = task.batches(seed, 0, 0)
-    still = _outputs(task, start, batch)
+    still = outputs(start)
 
-    def too_far(scale: float) -> bool:
-        moves = [movement(still, _outputs(task, start + scale * direction, batch)) for direction in directions]
-        return not torch.tensor(moves).median() <= MOVEMENT  # outputs that are no longer finite are too far
+    def is_small(scale: float) -> bool:
+        moves = [movement(still, outputs(start + scale * direction)) for direction in directions]
+        return bool(torch.tensor(moves).median() <= MOVEMENT)  # which outputs that are no longer finite are not
 
-    low, high = 0, len(SCALES) - 1  # the movement grows with the scale: halve the range
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (low, middle - 1) if too_far(SCALES[middle]) else (middle, high)
-    return SCALES[low]
+    return SCALES[bisect_left(SCALES, True, hi=len(SCALES) - 1, key=is_small)]  # the movement grows with the scale
 
 
 def movement(still: list[Tensor], moved: list[Tensor]) -> float:
@@ -110,27 +86,22 @@ def movement(still: list[Tensor], moved: list[Tensor]) -> float:
     """
     shares = []
     for before, after in zip(still, moved, strict=False):
-        if before.shape != after.shape or before.numel() == 0:
-            continue
-        spread = (before - before.mean(0)).square().mean().sqrt() if len(before) > 1 else before.square().mean().sqrt()
-        if spread > 0:
+        spread = (before - before.mean(0) if len(before) > 1 else before).square().mean().sqrt()
+        if before.shape == after.shape and spread > 0:  # which is NaN of no numbers
             shares.append(float((after - before).square().mean().sqrt() / spread))
-    return sum(shares) / len(shares) if shares else math.inf
+    return sum(shares) / len(shares) if shares else torch.inf
 
 
 @torch.no_grad()
-def _outputs(task: FinetuneTask, phi: Tensor, batch: Any) -> list[Tensor]:
+def _outputs(adapter: Adapter, loss_of: Callable[..., Tensor], batch: Any, phi: Tensor) -> list[Tensor]:
     """Return what the model puts out on a batch while the loss is computed, ``n x m`` tensors; if nothing, the loss."""
-    assert task.loss is not None
     found: list[Any] = []
-    before = KeptModules(task.adapter.model)
+    before = KeptModules(adapter.model)
     try:
-        with task.adapter.using(phi) as model:
-            handle = model.register_forward_hook(lambda module, args, output: found.append(output))
-            loss = task.loss(model, batch)
-        handle.remove()
-    except BaseException:
+        with adapter.using(phi) as model:
+            model.register_forward_hook(lambda module, args, output: found.append(output))
+            loss = loss_of(model, batch)
+    finally:
         before.put_back()
-        raise
     leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double().view(-1, 1) for leaf in leaves or [loss]]

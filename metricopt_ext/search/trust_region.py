@@ -27,7 +27,6 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.fitting import measure_ahead
-from metricopt_ext.value.gp import GPLearner
 from metricopt_ext.value.value_function import Quality
 
 # From how many points each proposal's own posterior sample is descended.
@@ -132,7 +131,7 @@ class GuidedSearch(Begun):
     ) -> None:
         super().__init__(start, budget, known)
         self.search, self.bounded, self.signature = search, task.metric.bounds is not None, task.adapter.signature
-        self.probe, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
+        self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
         self.ahead: dict[int, tuple[float, float, float]] = {}
         self._ending: Answers | None = None  # once the end of a budget is asked for, what is found there
@@ -165,7 +164,7 @@ class GuidedSearch(Begun):
             self.widened = narrower if far else min(WIDEST, 2 * self.widened)
             design = self._design(search.batch + search.batch % 2, SCALES if far else SCALES[:1])
             yield design.points
-        unit = self.widened * self.probe.scale * math.sqrt(len(self.start))
+        unit = self.widened * self.learner.scale * math.sqrt(len(self.start))
         radius, centre, began = self._first_radius(design), -1, 0
         while True:
             aim, latest = self._aim(), centre
@@ -181,10 +180,10 @@ class GuidedSearch(Begun):
 
     def _design(self, points: int, scales: Sequence[float]) -> "_Design":
         """Draw antithetic pairs around the best point so far, of some scales in turn."""
-        root = self.probe.spectrum.root(1.0)
+        root = self.learner.spectrum.root(1.0)
         drawn = torch.randn(points // 2, len(root), generator=self.rng, dtype=torch.float64).to(root)
         of_pairs = torch.tensor([scales[pair % len(scales)] for pair in range(points // 2)]).to(root)
-        offsets = self.widened * self.probe.scale * of_pairs[:, None] * drawn @ root.T
+        offsets = self.widened * self.learner.scale * of_pairs[:, None] * drawn @ root.T
         best = self.best_seen()
         return _Design(self.points[best] + torch.cat([offsets, -offsets]), of_pairs.repeat(2), best, len(self.points))
 
@@ -227,7 +226,7 @@ class GuidedSearch(Begun):
 
     def _aim(self, *, last: bool = False) -> Aim:
         """Fit what the search goes for to all that was visited (see `Visited.fit`)."""
-        return self.fit(GPLearner(self.widened * self.probe.scale, self.probe.spectrum), last=last)
+        return self.fit(replace(self.learner, scale=self.widened * self.learner.scale), last=last)
 
     @num_threads(1)  # the tensors are small
     def _batch(self, aim: Aim, centre: Tensor, radius: float) -> Tensor:
