@@ -1,8 +1,8 @@
 """The one driver of searches: it hands out what a run asks for, takes answers in any order, and keeps each on file."""
 
-import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -11,8 +11,8 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.search.strategy import Answer, Answers
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.log import SAME, Entry, Log
-from metricopt_ext.tasks.settings import Value
+from metricopt_ext.tasks.log import Entry, Log
+from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import brief, counted
 
@@ -33,6 +33,9 @@ class Batch(NamedTuple):
     names: list[str]
 
 
+# Refuses settings of inference by a ValueError.
+Check = Callable[[Values], None]
+
 # Yields a batch and is sent its answers; an empty batch says that there is nothing to ask unless more may be spent.
 Run = Generator[Batch, Answers, End]
 
@@ -44,13 +47,11 @@ def labelled(batches: Generator[list[Start], Answers, End], stage: str, name: st
         try:
             starts = batches.send(answers)  # type: ignore[arg-type]
         except StopIteration as end:
-            found: End = end.value
-            return found
+            return end.value  # type: ignore[no-any-return]
         answers = yield Batch(starts, stage, [name] * len(starts))
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
+class Trial(NamedTuple):
     """A start that the metric is wanted of.
 
     Attributes:
@@ -76,7 +77,7 @@ class Asking(Generic[End]):
         run: The run.
         log: Has the answers on file, and gets those to come.
         repeats: How often the metric is asked for one evaluation.
-        check: Called to refuse settings of inference that are on file; raises a ValueError.
+        check: Called on settings of inference that are on file.
 
     Attributes:
         trials: All that were asked for.
@@ -84,22 +85,14 @@ class Asking(Generic[End]):
         end: What the run returned, once it has ended.
     """
 
-    def __init__(
-        self,
-        run: Run[End],
-        log: Log,
-        repeats: int = 1,
-        check: Callable[[Mapping[str, Value]], None] = lambda values: None,
-    ) -> None:
+    def __init__(self, run: Run[End], log: Log, repeats: int = 1, check: Check = lambda values: None) -> None:
         self.log, self.repeats = log, repeats
         self._run, self._check = run, check
         self.trials: list[Trial] = []
         self.batch: list[Trial] = []
         self.end: End | None = None
-        self._begun = self._ended = self._broken = False
-        self._starts = 0  # how many trials are starts whose values are needed
         self._handed: set[int] = set()
-        self._moved = self._replayed = 0
+        self._ended, self._moved = False, 0
 
     def ask(self, n: int = 1) -> list[Trial]:
         """Return at most ``n`` trials of the current batch that this object has not handed out yet.
@@ -114,8 +107,9 @@ class Asking(Generic[End]):
         check_integer(1, n=n)
         self.go_on()
         new = [each for each in self.batch if each.id not in self._handed and self.log.told(each.id) is None][:n]
-        self._open(new, write=True)
-        self._handed |= {trial.id for trial in new}
+        if unwritten := [Entry.of(each.id, each.at) for each in new if each.id not in self.log.entries]:
+            self.log.append(unwritten)
+        self._handed |= {each.id for each in new}
         return new
 
     def next_batch(self) -> list[Trial]:
@@ -123,24 +117,22 @@ class Asking(Generic[End]):
 
         It is for a loop that answers all: unlike `ask` it leaves new trials to be written with their answers.
         """
-        if self.complete and not self._advance():
-            return []
-        self._open(self.batch, write=False)
+        self._advance()
+        self._handed |= {each.id for each in self.batch}
         return self.batch
 
     def placed(self, points: Sequence[Tensor]) -> list[Trial]:
         """Return the batch at these points, ``d`` each, as another process asks for it."""
-        self.batch = [
-            replace(each, at=replace(each.at, phi=phi.to(each.at.phi)))
-            for each, phi in zip(self.batch, points, strict=True)
-        ]
+        pairs = zip(self.batch, points, strict=True)
+        self.batch = [each._replace(at=replace(each.at, phi=phi.to(each.at.phi))) for each, phi in pairs]
         self.trials[len(self.trials) - len(self.batch) :] = self.batch
         return self.batch
 
     def open(self) -> list[Trial]:
         """Return the trials that were asked for, here or in an earlier process, and not told yet."""
         self.go_on()
-        return [each for each in self.batch if each.id in self.log.entries and self.log.told(each.id) is None]
+        asked = self._handed | self.log.entries.keys()
+        return [each for each in self.batch if each.id in asked and self.log.told(each.id) is None]
 
     def tell(self, id: int, evaluation: Evaluation | None, *, asked: int | None = None, seconds: float = 0.0) -> None:
         """Answer a trial; it is on disk when this returns.
@@ -156,118 +148,73 @@ class Asking(Generic[End]):
             ValueError: There is no such trial, or it has another answer already; or the value of a start is needed.
         """
         check_integer(0, id=id)
-        known = self.log.told(id)
-        if known is not None:
-            if not self._same(known, evaluation):
-                said = "given up" if known.given_up else "a failure" if known.failed else "another value"
-                raise ValueError(f"trial {id} was told before, as {said}; what was told stays")
+        if (known := self.log.told(id)) is not None:
+            if known.told(evaluation, known.asked, known.seconds) != known:
+                raise ValueError(f"trial {id} was told another answer before, which stays")
             return
-        self.go_on()
-        trial = next((each for each in self.batch if each.id == id), None)
-        if trial is None or id not in self.log.entries:
-            known_ones = ", ".join(str(each.id) for each in self.open()) or "none"
-            raise ValueError(f"there is no open trial {id!r}; open are {known_ones}: ask for trials first")
-        if evaluation is None and id < self._starts:
+        if id not in (opened := {each.id: each for each in self.open()}):
+            raise ValueError(f"there is no open trial {id!r}; open are {list(opened)}: ask for trials first")
+        if evaluation is None and self.batch[0].id == 0:
             raise ValueError(f"trial {id} is a start, whose value is needed; tell it, or leave that start out")
         asked = self.repeats if asked is None else asked
-        self.log.append([Entry.of(id, trial.at).told(evaluation, asked, seconds)])
-
-    def _same(self, known: Entry, evaluation: Evaluation | None) -> bool:
-        """Whether an answer on file is this very one."""
-        if evaluation is None:
-            return known.given_up
-        return known.failed if evaluation.failed else self.log.evaluation(known) == evaluation
+        self.log.append([Entry.of(id, opened[id].at).told(evaluation, asked, seconds)])
 
     def answer(self, id: int) -> Evaluation | None:
         """Return a trial's answer, of one that failed the worst so far; None without any, or if it was given up."""
         known = self.log.told(id)
-        return None if known is None or known.given_up else self.log.evaluation(known) or self.worst()
+        return None if known is None or known.given_up else self.log.evaluation(known) or self._worst()
+
+    def _worst(self) -> Evaluation:
+        entries = [self.log.entries[each.id] for each in self.trials if each.id in self.log.entries]
+        return max(filter(None, map(self.log.evaluation, entries)), key=lambda each: each.cost)._replace(failed=True)
 
     def told(self) -> Answers:
         """Return what is known of the batch that waits for answers."""
         return Answers(Answer(each.at, self.answer(each.id)) for each in self.batch)
 
-    def worst(self) -> Evaluation:
-        """Return the worst evaluation of the trials so far, which stands in for those that failed."""
-        told = (self.log.told(each.id) for each in self.trials)
-        found = (self.log.evaluation(each) for each in told if each is not None)
-        return max((each for each in found if each is not None), key=lambda each: each.cost)._replace(failed=True)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of the batch is answered."""
-        return all(self.log.told(each.id) is not None for each in self.batch)
-
     def go_on(self) -> None:
         """Take the next batch once all of one is answered, until one is not."""
-        while self.complete and self._advance():
+        while self._advance():
             pass
 
     def _advance(self) -> bool:
-        """Send the batch's answers, and take the next batch; returns whether there is one."""
-        if self._ended:
+        """Take the next batch if all of this one is answered; returns whether there is one."""
+        if self._ended or any(self.log.told(each.id) is None for each in self.batch):
             return False
-        answers, self._begun = (self.told() if self._begun else None), True
-        if self._broken:
+        if getgeneratorstate(self._run) == GEN_CLOSED:
             raise RuntimeError("the search failed when it was last asked; start it anew from its folder")
-        self._broken = True
         try:
-            starts, stage, names = self._run.send(answers)  # type: ignore[arg-type]
+            starts, stage, names = self._run.send(self.told() if self.trials else None)  # type: ignore[arg-type]
         except StopIteration as end:
-            self.end, self._ended, starts, stage, names = end.value, True, [], "", []
-        self._broken = False
+            self.end, self._ended, self.batch = end.value, True, []
+            return False
         made = zip(starts, names, strict=True)
         self.batch = [self._placed(Trial(id, at, stage, name)) for id, (at, name) in enumerate(made, len(self.trials))]
         self.trials += self.batch
-        self._starts = self._starts or len(self.trials)
         return bool(self.batch)
-
-    def _open(self, trials: list[Trial], *, write: bool) -> None:
-        if new := [Entry.of(each.id, each.at) for each in trials if each.id not in self.log.entries]:
-            self.log.append(new, write=write)
 
     def _placed(self, trial: Trial) -> Trial:
         """Return a trial at the point, and with the settings, that are on file under its number, if there are any."""
-        kept = self.log.entries.get(trial.id)
-        if kept is None:
+        if (kept := self.log.entries.get(trial.id)) is None:
             return trial
-        path, settings, at = self.log.path, kept.settings or {}, trial.at
-        if settings != dict(at.settings):
-            if trial.stage != "settings":
-                raise FileFormatError(
-                    f"{path} has trial {trial.id} with settings {brief(settings)}, where {brief(dict(at.settings))}"
-                    " would be asked now, as there are too few queries to try as many; give more, or use another output"
-                    " folder"
-                )
-            try:
-                self._check(settings)
-            except ValueError as error:
-                raise FileFormatError(f"{path}: {error}; use another output folder") from error
-            at = replace(at, settings=settings)
-            self._moved += 1
-        if not kept.is_of(at):
-            raise FileFormatError(
-                f"{path} has trial {trial.id} of a model with other tensors than those of the start {trial.name!r}; use"
-                " another output folder"
-            )
+        at, settings, asked = trial.at, kept.settings or {}, dict(trial.at.settings)
         try:
-            point = kept.at(at.phi)
+            if trial.stage == "settings":
+                self._check(settings)
+                at = replace(at, settings=settings)
+            if not kept.is_of(at):
+                other = f"other tensors than {trial.name!r}, or settings {brief(settings)}, not {brief(asked)}"
+                raise ValueError(f"has {other}; give as many queries as before")
+            at = replace(at, phi=kept.at(at.phi))
         except ValueError as error:
-            raise FileFormatError(f"{path} holds {error}; use another output folder") from error
-        self._replayed += 1
-        apart, size = float((point - at.phi).norm()), max(float(at.phi.norm()), float(point.norm()))
-        self._moved += apart > SAME * size and at is trial.at
-        return replace(trial, at=replace(at, phi=point))
+            raise FileFormatError(f"{self.log.path}: trial {trial.id}: {error}; use another output folder") from error
+        self._moved += asked != settings or not kept.same_point(trial.at.phi)
+        return trial._replace(at=at)
 
     def moved(self) -> str:
         """Say how many points on file are not those that the run would ask for today; empty if all are."""
-        if not self._moved:
-            return ""
-        return (
-            f"{self._moved} of {counted(self._replayed, 'kept point')} are not what the search would ask for today, as"
-            " another processor rounds in another way, or the loss draws without a seed; the search was told the kept"
-            " ones"
-        )
+        why = "as processors round differently, or the loss draws without a seed; the search was told the kept ones"
+        return f"{counted(self._moved, 'kept point')} would be others today, {why}" if self._moved else ""
 
 
-FAILED = Evaluation(math.inf, failed=True)  # what is told of an evaluation that failed
+FAILED = Evaluation(float("inf"), failed=True)  # what is told of an evaluation that failed
