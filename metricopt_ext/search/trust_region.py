@@ -210,10 +210,8 @@ class GuidedSearch(Begun):
         gains = any(self.evaluations[at].cost < centre.cost for at in scales)
         if not near or gains or self.widened * design.least < NARROWEST:
             return False
-        far, chance = (
-            FAR * (1 - start.cost) if self.bounded else FAR_UNBOUNDED * abs(start.cost),
-            self.chance(centre, near),
-        )
+        far = FAR * (1 - start.cost) if self.bounded else FAR_UNBOUNDED * abs(start.cost)
+        chance = self.chance(centre, near)
         beyond = BEYOND * chance if math.isfinite(chance) else 0.0
         return mean(each.cost for each in near) - centre.cost > max(far, beyond)
 
