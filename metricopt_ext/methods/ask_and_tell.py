@@ -173,7 +173,9 @@ class Search:
         gradients: Tensor | None = None,
         new_classes: bool | None = None,
     ) -> None:
-        task = _task_of(task, maximize, bounds, name, subject_to, gradients, new_classes)
+        task = _task_of(
+            task, gradients, maximize=maximize, bounds=bounds, name=name, subject_to=subject_to, new_classes=new_classes
+        )
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
         check_integer(0, queries=queries, seed=seed)
@@ -359,39 +361,19 @@ def check_search(strategy: Any) -> None:
         )
 
 
-def _task_of(
-    task: FinetuneTask | Adapter,
-    maximize: bool | None,
-    bounds: tuple[float, float] | None,
-    name: str | None,
-    subject_to: Mapping[str, str] | None,
-    gradients: Tensor | None,
-    new_classes: bool | None,
-) -> FinetuneTask:
-    given = {
-        "maximize": maximize,
-        "bounds": bounds,
-        "name": name,
-        "subject_to": subject_to,
-        "gradients": gradients,
-        "new_classes": new_classes,
-    }
+def _task_of(task: FinetuneTask | Adapter, gradients: Tensor | None, **options: Any) -> FinetuneTask:
+    """Return the task itself; or that of an adapter, with a metric of the options that are not None (`Search`)."""
+    given = {key: value for key, value in options.items() if value is not None}
     if isinstance(task, FinetuneTask):
-        if several := [key for key, value in given.items() if value is not None]:
-            raise ValueError(f"{several[0]} is given beside a task, whose metric has its own; leave it out")
+        if gradients is not None or given:
+            one = next(iter(given), "gradients")
+            raise ValueError(f"{one} is given beside a task, whose metric has its own; leave it out")
         return task
     if not isinstance(task, Adapter):
         raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
-    if maximize is None:
+    if "maximize" not in given:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
-    metric = Metric(
-        _told_from_outside,
-        maximize=maximize,
-        bounds=bounds,
-        name=name or "metric",
-        subject_to=subject_to,
-        new_classes=bool(new_classes),
-    )
+    metric = Metric(_told_from_outside, **{"name": "metric", "bounds": None} | given)
     return FinetuneTask(task, metric=metric, gradients=gradients)
 
 
@@ -409,18 +391,15 @@ def told_besides(outcomes: Mapping[str, Any] | None, metric: Metric) -> dict[str
         raise ValueError(f"outcomes are {brief(outcomes)}; they must map names to numbers, e.g. {{'accuracy': 0.9}}")
     told = dict[str, Outcome]()
     for name, given in (outcomes or {}).items():
-        if not isinstance(name, str):
-            raise ValueError(f"outcomes have {brief(name)}: {brief(given)}; it must have a text for a name")
         told[name] = _told(f"outcome {name!r}", given if isinstance(given, tuple) else (given,))
-        if not all(map(math.isfinite, (told[name].value, *chain(*told[name].pairs)))):
-            raise ValueError(f"outcomes have {brief(name)}: {brief(given)}; it must be a finite number with a name")
-    missing = [name for name in metric.subject_to if name not in told]
-    if missing:
-        known = f"told are {', '.join(map(repr, told))}" if told else "nothing was told"
-        raise ValueError(
-            f"the metric is subject to {missing[0]!r}, and {known} besides;"
-            f" tell(..., outcomes={{{missing[0]!r}: VALUE}})"
-        )
+        finite = all(map(math.isfinite, (told[name].value, *chain(*told[name].pairs))))
+        if not finite or not isinstance(name, str):
+            raise ValueError(
+                f"outcomes have {brief(name)}: {brief(given)}; it must be a finite number, a text its name"
+            )
+    if missing := [name for name in metric.subject_to if name not in told]:
+        remedy = f"tell(..., outcomes={{{missing[0]!r}: VALUE}})"
+        raise ValueError(f"the metric is subject to {missing[0]!r}, and told are {list(told)} besides; {remedy}")
     return told
 
 
