@@ -130,7 +130,8 @@ class GuidedSearch(Begun):
         self, search: GuidedTrustRegion, task: FinetuneTask, start: Start, budget: Budget, known: Known, seed: int
     ) -> None:
         super().__init__(start, budget, known)
-        self.search, self.bounded, self.signature = search, task.metric.bounds is not None, task.adapter.signature
+        self.search = search
+        self.bounded, self.signature = task.metric.bounds is not None, task.adapter.signature
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
         self.ahead: dict[int, tuple[float, float, float]] = {}
@@ -149,8 +150,9 @@ class GuidedSearch(Begun):
                 batch, proposed = proposed[:left], proposed[left:]
                 yield from self.ask(batch)
             if self.varies():
-                mean, self._ending = self._mean_of_best(self._aim(last=True)), Answers()
-                self._ending = yield self.starts(mean[None])
+                mean_of_best = self._mean_of_best(self._aim(last=True))
+                self._ending = Answers()
+                self._ending = yield self.starts(mean_of_best[None])
             while self.budget() == budget:
                 yield []
             self._ending = None
@@ -294,7 +296,8 @@ class GuidedSearch(Begun):
             point, evaluation = now.points[seen], now.evaluations[seen]
         aim.f.set_domain(aim.f.points, centre=point, reaching=self.start)
         aim.f.quality, aim.f.signature = now._quality() or aim.f.quality, self.signature
-        fitted, began = now.fitted(), self.start if self.reached is None else self.reached
+        fitted = now.fitted()
+        began = self.start if self.reached is None else self.reached
         halves = None if fault_of_halves(now.evaluations) else stacked_halves([now.evaluations[at] for at in fitted])
         climbed = 0.0 if halves is None else climb_of_chance(aim.f, halves, began, point)
         return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted, climbed=climbed)

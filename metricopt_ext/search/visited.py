@@ -215,7 +215,8 @@ class Aim(NamedTuple):
         If they hold at none, it is the one where they likeliest do.
         """
         at = self.visited.fitted()
-        phi, holds = self.visited.phi[at], [self.visited.holds(self.visited.evaluations[each]) for each in at.tolist()]
+        phi = self.visited.phi[at]
+        holds = [self.visited.holds(self.visited.evaluations[each]) for each in at.tolist()]
         if not any(holds):
             return at[self.log_feasible(phi).neg().argsort(stable=True)[:1]]
         order = self.mean(phi).argsort(stable=True)
