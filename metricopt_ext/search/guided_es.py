@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from metricopt_ext.utils.checks import check_above, check_integer
-
 
 def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return an orthonormal basis U of the subspace that past loss gradients span.
@@ -18,19 +16,14 @@ def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
         gradients: The past k gradients, ``... x k x d``, k may be 0.
 
     Returns:
-        U, ``... x d x k``, whose columns beyond the rank are zero, and the rank, ``...``.
+        U, ``... x d x min(k, d)``, whose columns beyond the rank are zero, and the rank, ``...``.
     """
     k, d = gradients.shape[-2:]
-    if k == 0:
-        return gradients.mT, gradients.new_zeros(gradients.shape[:-2])
     length = gradients.norm(dim=-1, keepdim=True)
     unit = torch.where(length > 0, gradients / length.clamp(min=torch.finfo(length.dtype).tiny), 0.0)
     _, s, directions = torch.linalg.svd(unit, full_matrices=False)
     independent = s > 10 * max(k, d) * torch.finfo(s.dtype).eps * s[..., :1].clamp(min=1)
-    basis = (directions * independent[..., None]).mT
-    if basis.shape[-1] < k:  # more gradients than dimensions
-        basis = torch.cat([basis, basis.new_zeros(*basis.shape[:-1], k - basis.shape[-1])], -1)
-    return basis, independent.sum(-1).to(gradients.dtype)
+    return (directions * independent[..., None]).mT, independent.sum(-1).to(gradients.dtype)
 
 
 def apply_covariance(basis: Tensor, rank: Tensor, vector: Tensor) -> Tensor:
@@ -39,7 +32,7 @@ def apply_covariance(basis: Tensor, rank: Tensor, vector: Tensor) -> Tensor:
     k is the rank, so that tr Sigma = 1; without any direction, Sigma = I/d keeps that trace.
 
     Args:
-        basis: U, ``... x d x k``.
+        basis: U of `orthonormal_basis`.
         rank: Number of its non-zero columns, ``...``, or another k to divide by.
         vector: ``... x d``.
 
@@ -73,7 +66,7 @@ def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generat
     k is the rank; without any direction delta = s e1 / sqrt(d). As tr Sigma = 1, the length of a delta is about s.
 
     Args:
-        basis: U, ``... x d x k``.
+        basis: U of `orthonormal_basis`.
         rank: Number of its non-zero columns, ``...``.
         count: Number P of draws, at least 1.
         scale: s, above 0.
@@ -81,12 +74,7 @@ def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generat
 
     Returns:
         The draws, ``... x P x d``.
-
-    Raises:
-        ValueError: ``count`` or ``scale`` is out of range.
     """
-    check_integer(1, count=count)
-    check_above(0, scale=scale)
     *batch, d, k = basis.shape
     e1 = torch.randn(*batch, count, d, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
     e2 = torch.randn(*batch, count, k, generator=generator, dtype=basis.dtype, device=generator.device).to(basis)
@@ -123,15 +111,9 @@ def es_direction(
 
     Returns:
         The direction to descend against, ``... x d``.
-
-    Raises:
-        ValueError: ``count``, ``variance`` or ``k`` is out of range.
     """
-    check_above(0, variance=variance)
     basis, rank = orthonormal_basis(history)
-    if k is not None:
-        check_integer(1, k=k)
-        rank = torch.full_like(rank, k)
+    rank = rank if k is None else torch.full_like(rank, k)
     delta = perturbations(basis, rank, count, variance**0.5, generator)
     return estimated_direction(delta, f(antithetic(phi, delta)), variance)
 

@@ -68,11 +68,11 @@ DEPENDENT: dict[str, tuple[list[Tensor], list[Tensor]]] = {
 def test_no_direction_is_invented_or_lost(gradients: list[Tensor], independent: list[Tensor]) -> None:
     history, span = torch.stack(gradients), torch.stack(independent).numpy()
     basis, rank = orthonormal_basis(history)
-    assert basis.shape == (5, len(gradients))
+    assert basis.shape == (5, min(5, len(gradients)))
     assert int(rank) == len(span)
     np.testing.assert_allclose(basis @ basis.mT, np.linalg.pinv(span) @ span, atol=1e-9)
     lengths = basis.norm(dim=0).sort().values
-    np.testing.assert_allclose(lengths, [0.0] * (len(gradients) - len(span)) + [1.0] * len(span), atol=1e-12)
+    np.testing.assert_allclose(lengths, [0.0] * (basis.shape[1] - len(span)) + [1.0] * len(span), atol=1e-12)
 
     sigma = covariance(history)
     assert float(sigma.trace()) == pytest.approx(1, abs=1e-12)
