@@ -15,8 +15,7 @@ from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.passes import Passes, passes_of, queries_cost
 from metricopt_ext.experiment.rivals import BoTorch, Nevergrad, Optuna
 from metricopt_ext.methods.result import Result
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.siblings.ala.ala import AdaptiveLossAlignment

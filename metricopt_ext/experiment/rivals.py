@@ -2,41 +2,28 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.strategy import Algorithm, Answers, Batches, DirectSearch, DirectStrategy
+from metricopt_ext.search.direct import AskTell, AskTellStrategy
+from metricopt_ext.search.strategy import Algorithm, DirectSearch
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
-from metricopt_ext.utils.extras import install
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 CPU = torch.device("cpu")
 
 
-class AskTell(NamedTuple):
-    """An optimizer.
-
-    Attributes:
-        ask: Returns the points that it wants to know, ``n x d``, float64.
-        tell: Gets points, ``m x d``, and the metric's evaluations there; the start's first.
-    """
-
-    ask: Callable[[], Tensor]
-    tell: Callable[[Tensor, Sequence[Evaluation]], None]
-
-
 @dataclass(frozen=True)
-class Rival(DirectStrategy):
+class Rival(AskTellStrategy):
     """A search by another package's optimizer, which runs on streams of random numbers of its own.
 
     Attributes:
@@ -55,43 +42,26 @@ class Rival(DirectStrategy):
         """
         check_above(0, scale=self.scale)
 
-    @abstractmethod
-    def make(self, search: DirectSearch, seed: int) -> AskTell:
-        """Make the optimizer of a search that has begun."""
-
-    def least_queries(self, dim: int, starts: int = 1) -> int:
-        """Return the smallest budget: the starts and one point."""
-        return starts + 1
-
     def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
         """Return what it asks (see `DirectStrategy`).
 
         Raises:
-            ImportError: The package is missing.
+            ModuleNotFoundError: The package is missing.
         """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                import_module(self.package)
-        except ImportError as error:
-            needed = f"{type(self).__name__} needs the package {self.package}"
-            raise ImportError(f"{needed}: {install(self.package)}") from error
-        return partial(self._batches, seed)
+        require(self.package)
+        return super().algorithm(task, seed)
 
-    def _batches(self, seed: int, search: DirectSearch) -> Batches:
+    @abstractmethod
+    def make(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make the optimizer of a search that has begun; it is told of the start."""
+
+    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+        """Return the optimizer, told of the start (see `AskTellStrategy`)."""
         seeds = generator(seed, self.package)
         with _alone(seeds):
             rival = self.make(search, _drawn(seeds))
             rival.tell(search.start.double().cpu()[None], [search.started[1]])
-        while True:
-            if not search.left:
-                yield []
-                continue
-            with _alone(seeds):
-                proposed = rival.ask()[: search.left]
-            answers: Answers = yield from search.ask(proposed.to(search.start))
-            with _alone(seeds):
-                rival.tell(answers.points_as(proposed)[answers.known], [each for _, each in answers.evaluated])
+        return AskTell(_alone(seeds)(rival.ask), _alone(seeds)(rival.tell))
 
 
 @contextmanager
@@ -114,6 +84,7 @@ class Nevergrad(Rival):
         name: Its name in Nevergrad's registry.
     """
 
+    anytime: ClassVar[bool] = False
     package = "nevergrad"
     scale: float = 0.1
     name: str = "NGOpt"
@@ -151,7 +122,6 @@ class Optuna(Rival):
         name: Its class, such as ``"TPESampler"`` (Bergstra et al., 2011) or ``"GPSampler"``.
     """
 
-    anytime: ClassVar[bool] = True
     package = "optuna"
     name: str = "TPESampler"
 
@@ -200,7 +170,6 @@ class BoTorch(Rival):
         raw: See above.
     """
 
-    anytime: ClassVar[bool] = True
     package = "botorch"
     batch: int = 4
     initial: int = 8

@@ -5,19 +5,22 @@ further start costs another whole search, whereas a learned f tunes it for a few
 """
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
-from metricopt_ext.search.strategy import Algorithm, Batches, DirectSearch, DirectStrategy
+from metricopt_ext.search.strategy import Algorithm, Answers, Batches, DirectSearch, DirectStrategy
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
-from metricopt_ext.utils.extras import install
 from metricopt_ext.utils.seeding import generator
 
 
@@ -80,11 +83,9 @@ class GuidedES(DirectStrategy):
             delta = perturbations(*orthonormal_basis(gradients), self.pairs, variance**0.5, rng)
             points = antithetic(phi, delta)
             evaluated = yield from state.ask(points)
-            if not torch.equal(evaluated.points, points):
-                above, below = evaluated.points.chunk(2)
-                delta = (above - below) / 2
+            above, below = evaluated.points.chunk(2)
             costs = evaluated.costs if evaluated.known.any() else torch.zeros(len(evaluated))
-            u = estimated_direction(delta, costs, variance)
+            u = estimated_direction((above - below) / 2, costs, variance)
             metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
             loss_step = self.loss_weight * self.lr * gradient[0]
             phi = phi - (1 - step / steps) * (loss_step + metric_step)
@@ -93,8 +94,53 @@ class GuidedES(DirectStrategy):
         yield from state.towards_mean(centres)
 
 
+class AskTell(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        ask: Returns the points that it wants to know, ``n x d``, float64.
+        tell: Gets all of them, or those that the metric was asked for in their place, and the metric's evaluations
+            there. A point that was given up counts like the worst of them.
+    """
+
+    ask: Callable[[], Tensor]
+    tell: Callable[[Tensor, Sequence[Evaluation]], None]
+
+
+class AskTellStrategy(DirectStrategy):
+    """A search by an (ask, tell) pair."""
+
+    anytime: ClassVar[bool] = True
+
+    @abstractmethod
+    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make the optimizer of a search that has begun, whose start is evaluated."""
+
+    def least_queries(self, dim: int, starts: int = 1) -> int:
+        """Return the smallest budget: the starts and one point."""
+        return starts + 1
+
+    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
+        """Return what it asks (see `DirectStrategy`)."""
+        return partial(self._batches, seed)
+
+    def _batches(self, seed: int, search: DirectSearch) -> Batches:
+        ask, tell = self.pair(search, seed)
+        while True:
+            proposed, answers = ask(), Answers()
+            while len(answers) < len(proposed):
+                if search.left:
+                    some = proposed[len(answers) :][: search.left]
+                    answers = Answers((*answers, *(yield from search.ask(some.to(search.start)))))
+                else:
+                    yield []
+            if answers.evaluated:
+                worst = max((each for _, each in answers.evaluated), key=lambda each: each.cost)
+                tell(answers.points_as(proposed), [each.evaluation or worst for each in answers])
+
+
 @dataclass(frozen=True)
-class CMAES(DirectStrategy):
+class CMAES(AskTellStrategy):
     """CMA-ES (Hansen, 2016), from the package cma.
 
     Attributes:
@@ -112,47 +158,49 @@ class CMAES(DirectStrategy):
         check_above(0, sigma0=self.sigma0)
 
     def least_queries(self, dim: int, starts: int = 1) -> int:
-        """Return the smallest budget in d dimensions: the starts, a population and its mean."""
-        return self.population(dim) + 1 + starts
+        """Return the smallest budget in d dimensions: the starts and a population, whose size is cma's own."""
+        return starts + 4 + int(3 * math.log(dim))
 
-    def population(self, dim: int) -> int:
-        """Return the size of a population in d dimensions."""
-        return 4 + int(3 * math.log(dim))
+    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+        """Make the optimizer (see `AskTellStrategy`)."""
+        import cma
 
-    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
-        """Return what it asks (see `DirectStrategy`); the mean of each population is judged too.
+        rng = np.random.RandomState(generator(seed, "cma").initial_seed() % 2**32)
+        # Below -9, verbose also keeps cma from reading options from a file in the working directory.
+        options = {"randn": rng.randn, "seed": math.nan, "verbose": -10, "verb_log": 0, "verb_disp": 0}
+        strategy = cma.CMAEvolutionStrategy(search.start.double().cpu().numpy(), self.sigma0, options)
+
+        def tell(points: Tensor, evaluations: Sequence[Evaluation]) -> None:
+            strategy.tell([*points.numpy()], [each.cost for each in evaluations])
+
+        return AskTell(lambda: torch.tensor(np.stack(strategy.ask())), tell)
+
+
+@dataclass(frozen=True)
+class RandomSearch(AskTellStrategy):
+    """The start, then independent Gaussian points around it, the least that any other search must beat.
+
+    Attributes:
+        std: Standard deviation of each coordinate, above 0.
+    """
+
+    std: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the settings.
 
         Raises:
-            ImportError: The package cma is missing.
+            ValueError: A setting is out of range.
         """
-        return partial(self._batches, _import_cma(), seed)
+        check_above(0, std=self.std)
 
-    def _batches(self, cma: Any, seed: int, state: DirectSearch) -> Batches:
-        start, population = state.start, self.population(len(state.start))
-        rng, centres = generator(seed, "cma"), [start]
+    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+        """Draw all points that may be asked for at once, the first n of them the same for every budget."""
+        rng, start = generator(seed, "random_search"), search.start.double().cpu()
 
-        def randn(*shape: int) -> np.ndarray[Any, Any]:
-            return torch.randn(*shape, generator=rng, dtype=torch.float64).numpy()
+        def ask() -> Tensor:
+            # One row at a time: torch draws other numbers for a matrix with other rows.
+            noise = [torch.randn(len(start), generator=rng, dtype=torch.float64) for _ in range(max(1, search.left))]
+            return start + self.std * torch.stack(noise)
 
-        options = {"randn": randn, "seed": math.nan, "popsize": population, **QUIET}
-        strategy = cma.CMAEvolutionStrategy(start.double().cpu().numpy(), self.sigma0, options)
-        while state.left > population:
-            proposed = torch.tensor(np.stack(strategy.ask()))
-            evaluated = yield from state.ask(proposed.to(start))
-            if evaluated.known.any():
-                strategy.tell(list(evaluated.points_as(proposed).numpy()), evaluated.costs.tolist())
-            (centre,) = (yield from state.ask(torch.tensor(strategy.mean)[None].to(start))).points
-            centres.append(centre)
-        yield from state.towards_mean(centres)
-
-
-# -10 also keeps cma from reading options from a file in the working directory.
-QUIET = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
-
-
-def _import_cma() -> Any:
-    try:
-        import cma
-    except ImportError as error:
-        raise ImportError(f"CMA-ES needs the package cma: {install('cma')}") from error
-    return cma
+        return AskTell(ask, lambda points, evaluations: None)

@@ -52,7 +52,7 @@ def require(*modules: str) -> None:
     """
     for module in modules:
         if find_spec(module) is None:
-            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+            raise ModuleNotFoundError(f"No module named {module!r}: {install(module)}", name=module)
 
 
 def needed(error: ImportError) -> str | None:

@@ -19,8 +19,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import CMAES, RandomSearch
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 

@@ -19,8 +19,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.direct import CMAES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import GuidedES, RandomSearch
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings
 
@@ -48,11 +47,11 @@ def test_one_run_of_an_anytime_search_serves_all_budgets(quadratic: Callable[...
 
 def test_other_searches_are_told_each_budget(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    reached = run(searching(CMAES()), task)
+    reached = run(searching(GuidedES()), task)
     start = task.starts(0.3, 0, [0])[0]
     for each, budget in zip(reached, BUDGETS, strict=True):
         fresh = quadratic()
-        assert torch.equal(each.end, searched(fresh, CMAES(), start, budget, seed=3).phi)
+        assert torch.equal(each.end, searched(fresh, GuidedES(), start, budget, seed=3).phi)
     assert task.queries == sum(BUDGETS)
 
 

@@ -11,7 +11,6 @@ import torch
 from helpers.refusals import assert_refused
 from metricopt_ext.experiment.rivals import BoTorch, Nevergrad, Optuna
 from metricopt_ext.methods.evaluating import searched
-from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchStrategy
 from testers.strategy import StrategyTester
 
@@ -56,7 +55,7 @@ class TestBoTorch(RivalTester):
         return BoTorch(batch=2, initial=6, samples=16, restarts=1, raw=8)
 
 
-RIVALS = {"cma": CMAES(), "nevergrad": Nevergrad(), "optuna": Optuna(), "botorch": BoTorch()}
+RIVALS = {"nevergrad": Nevergrad(), "optuna": Optuna(), "botorch": BoTorch()}
 
 
 @pytest.mark.parametrize("package", RIVALS)

@@ -12,7 +12,7 @@ from metricopt_ext import FinetuneTask, Metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.runtime import distributed
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import RandomSearch
 
 dist.init_process_group("gloo")
 own, calls = dist.get_rank(), []

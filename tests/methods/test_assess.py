@@ -19,7 +19,7 @@ from metricopt_ext import Callback, FinetuneTask, Metric, Setting, Settings, ass
 from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.search.direct import CMAES
+from metricopt_ext.search.direct import GuidedES
 from metricopt_ext.tasks.ledger import Ledger
 from testers.strategy import files_of
 
@@ -152,7 +152,7 @@ def test_what_it_can_not_assess_is_refused_before_a_query(quadratic: Any) -> Non
     shifted, sized = Shifted(Ledger(11)), Sized(quadratic, gain=0.5)
     assert_refused(lambda: look(shifted, 3), BudgetError, "3", "queries", "4")
     assert_refused(lambda: look(shifted), BudgetError, "12", "queries", "11")
-    for strategy in (CMAES(), Recipe()):
+    for strategy in (GuidedES(), Recipe()):
         assert_refused(lambda strategy=strategy: look(shifted, 9, strategy=strategy), ValueError)
     assert_refused(lambda: assess(sized.task, 11, callback=Callback()), BudgetError, "1", "10", "12")
     assert shifted.calls == sized.calls == 0

@@ -17,8 +17,7 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.constrained import decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome

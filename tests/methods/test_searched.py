@@ -25,7 +25,7 @@ from metricopt_ext import (
 )
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.methods.starts import line_between
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import RandomSearch
 
 NEAR = {"near": 0.8, "far": -3.0}  # starts at so much of the goal
 

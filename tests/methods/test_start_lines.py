@@ -11,7 +11,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, Start, StartLine, optimize_metric
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.starts import line_between
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import RandomSearch
 from metricopt_ext.search.stages import line_queries
 
 E = torch.eye(4, dtype=torch.float64)

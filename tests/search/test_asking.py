@@ -10,8 +10,7 @@ from helpers.asked import asking_of
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.asking import FAILED
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectSearch, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints

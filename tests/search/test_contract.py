@@ -7,8 +7,7 @@ import pytest
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.random_search import RandomSearch
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.value.learners import RidgeLearner
 from testers.strategy import StrategyTester
 
@@ -64,6 +63,7 @@ class TestGuidedRepeated(StrategyTester):
 
 
 class TestCMAES(StrategyTester):
+    grows, ends = True, 0
     refuses_noise, beats = True, "start"
 
     def strategy(self) -> Any:

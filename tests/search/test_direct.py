@@ -5,6 +5,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import cma
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,8 @@ from torch import Tensor
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.evaluating import searched
-from metricopt_ext.search.direct import CMAES, GuidedES
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.guided_es import es_direction
-from metricopt_ext.search.random_search import RandomSearch
 from metricopt_ext.search.strategy import SearchStrategy as Search
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.seeding import generator
@@ -93,10 +93,9 @@ def test_impossible_settings_are_refused(search: Any, change: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("dim", "population"), [(2, 6), (16, 12), (32, 14), (128, 18)])
-def test_population_is_the_usual_one(dim: int, population: int) -> None:
-    cma = pytest.importorskip("cma")
+def test_the_least_is_the_starts_and_a_population(dim: int, population: int) -> None:
     own = cma.CMAEvolutionStrategy(np.zeros(dim), 0.1, {"seed": float("nan"), "verbose": -10}).popsize
-    assert CMAES().population(dim) == population == own
+    assert CMAES().least_queries(dim, starts=2) - 2 == population == own
 
 
 def test_random_points_are_those_of_the_definition_and_a_longer_run_goes_on(quadratic: Make) -> None:
