@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.adam import AdamMemory, adam_direction
+from metricopt_ext.search.optimizer import adam_direction
 from metricopt_ext.tasks.rollout import Policy
 
 
@@ -16,11 +16,11 @@ class AdamPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.memory: AdamMemory | None = None
+        self.memory: tuple[()] | tuple[Tensor, Tensor, int] = ()
         self.past: list[Tensor] = []
 
     def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
         """Return the next phi, ``n x d``, given its loss gradients so far, ``n x k x d``."""
-        direction, self.memory = adam_direction(history[..., -1, :], self.memory)
+        direction, self.memory = adam_direction(history[..., -1, :], *self.memory)
         self.past = [*self.past, direction][-history.shape[-2] :]
         return self.policy(phi, torch.stack(self.past, -2), step)

@@ -21,7 +21,7 @@ from metricopt_ext.detection.records import Annotated
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
 from metricopt_ext.errors import DataError, MetricOptError
-from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
+from metricopt_ext.search.learned import UpdateRule, load_update_rule
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
 from metricopt_ext.utils import files
 from metricopt_ext.utils.checkpoint_file import read_checkpoint

@@ -24,9 +24,8 @@ from metricopt_ext.detection.detectron2.hooks import (
     TrajectoryHook,
 )
 from metricopt_ext.detection.detectron2.placements import film_layers
-from metricopt_ext.search.learned_optimizer import LearnedOptimizer
+from metricopt_ext.search.learned import LearnedOptimizer, load_update_rule
 from metricopt_ext.search.optimizer import MetricOpt, UntrustedWarning
-from metricopt_ext.search.update_rule import load_update_rule
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.recording import Recording
 from metricopt_ext.tasks.trajectory import TrajectoryStore

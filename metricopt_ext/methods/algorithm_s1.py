@@ -21,11 +21,8 @@ from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.learned_objective import LearnedObjective
+from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, combine, gradient_samples, unroll
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.search.unrolled import CostAt, unroll
-from metricopt_ext.search.update_rule import UpdateRule
-from metricopt_ext.search.variational import combine, gradient_samples
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.rollout import observation_steps
@@ -144,8 +141,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             ValueError: A value is rejected; the message gives it.
         """
         check_integer(1, steps=self.steps, tasks=self.tasks, updates=self.updates, replay=self.replay)
-        check_integer(2, evals=self.evals, hidden=self.hidden)
-        check_integer(2 if self.estimator == "combined" else 1, pairs=self.pairs)  # two, to measure variances
+        check_integer(2, evals=self.evals, hidden=self.hidden, pairs=self.pairs)  # two pairs, to measure variances
         check_at_least(0, start_std=self.start_std)
         check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step, lr=self.lr)
         if self.evals > self.steps + 1:
@@ -313,8 +309,8 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 cost[0] = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost
             return cost.to(phi)
 
-        run = unroll(task, rule, start[None], steps=self.steps, seed=seed, indices=[index], cost_at=cost_at)
-        return run.phi[0]
+        points, _ = unroll(task, rule, start[None], cost_at, steps=self.steps, seed=seed, indices=[index])
+        return points[0]
 
     def collect(
         self,
@@ -347,12 +343,11 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             return costs.to(phi)
 
         starts = task.starts(self.start_std, seed, indices)
-        run = unroll(task, rule, starts, steps=self.steps, seed=seed, indices=indices, cost_at=cost_at)
+        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, seed=seed, indices=indices)
         for row, known in enumerate(kept):
             if known is None:
-                points, losses, told = run.phi[row].cpu(), run.loss[row].cpu(), tuple(evaluations[row])
-                signature = task.adapter.signature
-                store.add(Trajectory(iteration, indices[row], points, losses, observed[row], told, signature))
+                run, told = (points[row].cpu(), losses[row].cpu()), tuple(evaluations[row])
+                store.add(Trajectory(iteration, indices[row], *run, observed[row], told, task.adapter.signature))
         return [trajectory for index in indices if (trajectory := store.get(iteration, index)) is not None]
 
     def objective_of(
@@ -377,20 +372,13 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         """
         starts = task.starts(self.start_std, seed, indices)
         observed = [set(observation_steps(self.steps, self.evals, seed, index).tolist()) for index in indices]
-        run = unroll(
-            task,
-            rule,
-            starts,
-            steps=self.steps,
-            seed=seed,
-            indices=indices,
-            cost_at=_predicted(f, observed) if rule.sees_metric else None,
-            weights=weights,
-            last_loss=True,
-            differentiable=weights.requires_grad,
-        )
-        with nullcontext() if weights.requires_grad else torch.no_grad():
-            return self.objective(f(run.phi), run.loss)
+        cost_at, differentiable = _predicted(f, observed if rule.sees_metric else []), weights.requires_grad
+        drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": differentiable}
+        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=weights, **drawn)
+        with torch.enable_grad():
+            last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
+        with nullcontext() if differentiable else torch.no_grad():
+            return self.objective(f(points), torch.cat([losses, last[:, None]], 1))
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
@@ -409,8 +397,8 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         noise = torch.randn(self.pairs, len(rule.weights), generator=generator(seed, "weights", update))
         noise = noise.to(rule.weights)
         tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
-        at_once = max(1, task.at_once // 2)
-        slopes, scores, values = [], [], []
+        at_once, std, differentiate = max(1, task.at_once // 2), self.variance**0.5, self.estimator != "score"
+        parts = []
         for at in range(0, self.pairs, at_once):
             some = list(tasks[at : at + at_once])
 
@@ -418,20 +406,10 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 flat = weights.flatten(0, 1)
                 return self.objective_of(task, rule, f, flat, seed=seed, indices=some * 2).view(2, -1)
 
-            part = gradient_samples(
-                objective,
-                rule.weights,
-                noise[at : at + at_once],
-                self.variance**0.5,
-                differentiate=self.estimator != "score",
-            )
-            slopes += [] if part.reparameterised is None else [part.reparameterised]
-            scores.append(part.score)
-            values.append(part.values)
-        score, value = torch.cat(scores), float(torch.cat(values, 1).mean())
-        if self.estimator == "score":
-            return score.mean(0), value
-        return combine(torch.cat(slopes), score), value
+            of_some = noise[at : at + at_once]
+            parts.append(gradient_samples(objective, rule.weights, of_some, std, differentiate=differentiate))
+        slopes, scores, values = (torch.cat(each) for each in zip(*parts, strict=True))
+        return combine(slopes, scores), float(values.mean())
 
 
 def _predicted(f: NeuralValueFunction, observed: Sequence[set[int]]) -> CostAt:

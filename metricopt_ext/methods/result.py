@@ -15,7 +15,7 @@ from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuned_settings import TunedSettings
-from metricopt_ext.search.update_rule import UpdateRule
+from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import split_half_correlation

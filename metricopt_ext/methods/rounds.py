@@ -79,7 +79,7 @@ def _collection_policy(fit: Fit | None, recipe: RecipeSettings, seed: int, chunk
     """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
     if fit is None:
         return LossStep(recipe.lr)
-    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius).unbind(1)
+    weight, metric_step = recipe.explored_settings(seed, chunk).to(fit.f.radius).split(1, 1)
     return MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps, even_untrusted=True)
 
 

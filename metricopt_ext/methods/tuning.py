@@ -146,7 +146,7 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: RecipeSettings, seed: i
         starts = torch.cat([starts, task.starts(recipe.start_std, seed, indices)])
     n, m = len(starts), len(recipe.settings)
     settings = torch.tensor(recipe.settings, dtype=starts.dtype, device=starts.device)
-    weight, metric_step = settings.repeat_interleave(n, dim=0).unbind(1)
+    weight, metric_step = settings.repeat_interleave(n, dim=0).split(1, 1)
     policy = MetricOptStep(fit.f, recipe.lr, metric_step, weight, recipe.steps)
     trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
     points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)

@@ -1,7 +1,7 @@
 """MetricOpt: a loss optimizer that a value function steers towards the metric (paper, section 3.2, Algorithm 1)."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.search.adam import AdamMemory, adam_direction
 from metricopt_ext.search.guided_es import analytic_direction
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.value.value_function import ValueFunction
 
 # How boldly f is followed by default; see `MetricOptStep`.
 METRIC_STEP, LOSS_WEIGHT, TRUST, HISTORY = 0.15, 0.3, 1.2, 3
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, torch's defaults
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class MetricOptStep:
 
     Attributes:
         f: The value function.
-        lr: Rate of the loss step, a float or ``...``.
-        metric_step: Length of the first metric step in units of f's radius, a float or ``...``.
-        loss_weight: w, a float or ``...``; 0 uses the loss only to guide the search (Algorithm 1 as printed).
+        lr: Rate of the loss step, a float or ``... x 1``.
+        metric_step: Length of the first metric step in units of f's radius, a float or ``... x 1``.
+        loss_weight: w, a float or ``... x 1``; 0 uses the loss only to guide the search (Algorithm 1 as printed).
         steps: Number of steps over which the metric step decays; None keeps it constant.
         trust: Trust radius in units of f's radius.
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
@@ -64,9 +65,9 @@ class MetricOptStep:
         """Return the next phi, ``... x d``, given its loss gradients so far, ``... x k x d``, the latest last."""
         loss_gradient = history[..., -1, :]
         if not (self.f.trusted or self.even_untrusted):
-            return phi - _column(self.lr) * loss_gradient
-        moved = phi - _column(self.loss_weight) * _column(self.lr) * loss_gradient
-        moved = moved - _column(self.metric_step) * self.decay(step) * self.metric_direction(phi, history)
+            return phi - self.lr * loss_gradient
+        moved = phi - self.loss_weight * self.lr * loss_gradient
+        moved = moved - self.metric_step * self.decay(step) * self.metric_direction(phi, history)
         return clip_to_ball(moved, self.f.centre, self.trust * self.f.radius)
 
     def decay(self, step: int) -> float:
@@ -78,27 +79,87 @@ class MetricOptStep:
         gradient = self.f.gradient(phi)
         u = gradient if self.f.all_directions else analytic_direction(gradient, history)
         tiny = torch.finfo(u.dtype).tiny
-        slope = _length(gradient) / self.f.gradient_floor.clamp(min=tiny)
-        return self.f.radius * slope.clamp(max=1) * u / _length(u).clamp(min=tiny)
+        slope = gradient.norm(dim=-1, keepdim=True) / self.f.gradient_floor.clamp(min=tiny)
+        direction: Tensor = self.f.radius * slope.clamp(max=1) * u / u.norm(dim=-1, keepdim=True).clamp(min=tiny)
+        return direction
 
 
 def clip_to_ball(phi: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
     """Move each phi, ``... x d``, that is further than ``radius`` from the centre, ``d``, straight onto the ball."""
     offset = phi - centre
-    share = (radius / _length(offset).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
+    share = (radius / offset.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(phi.dtype).tiny)).clamp(max=1)
     return torch.where(share < 1, centre + share * offset, phi)
+
+
+def adam_direction(
+    gradient: Tensor, first: Tensor | float = 0.0, second: Tensor | float = 0.0, steps: int = 0
+) -> tuple[Tensor, tuple[Tensor, Tensor, int]]:
+    """Return what Adam descends along at rate 1, ``... x d``, and what to give it at the next step.
+
+    It is a pure function, so that Adam's steps may span and join a search (paper, Algorithm 1).
+
+    Args:
+        gradient: The loss gradient, ``... x d``.
+        first: Running average of the gradients before, ``... x d``.
+        second: Running average of their squares, ``... x d``.
+        steps: Steps before.
+    """
+    mean = BETAS[0] * first + (1 - BETAS[0]) * gradient
+    square = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
+    spread = (square / (1 - BETAS[1] ** (steps + 1))).sqrt() + EPSILON
+    return mean / (1 - BETAS[0] ** (steps + 1)) / spread, (mean, square, steps + 1)
+
+
+class PhiOptimizer(torch.optim.Optimizer):
+    """A torch optimizer of phi; several tensors count as one vector, in order.
+
+    It works wherever an optimizer does: gradients come from ``loss.backward()``, ``GradScaler`` may skip steps,
+    ``step(closure)`` is allowed.
+    """
+
+    def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
+        """Return the next phi, ``d``.
+
+        Args:
+            phi: The present one, ``d``.
+            gradient: The loss gradient there, ``d``.
+            state: What is kept between steps, and in the state dict.
+            loss: What the closure returned; None without one.
+        """
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the first parameter group and reject any other."""
+        if self.param_groups:
+            raise ValueError("2 parameter groups given; phi is one vector, so give one")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step from the parameters' ``grad``; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters: list[Tensor] = self.param_groups[0]["params"]
+        if any(parameter.grad is not None for parameter in parameters):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            phi, gradient = (torch.cat([each.reshape(-1) for each in tensors]) for tensors in (parameters, gradients))
+            moved = self.next_phi(phi, gradient, self.state[parameters[0]], loss)
+            for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
+                parameter.copy_(values.view_as(parameter))
+        return loss
 
 
 class UntrustedWarning(UserWarning):
     """A value function has no held-out skill, so MetricOpt does not follow it."""
 
 
-class MetricOpt(torch.optim.Optimizer):
+class MetricOpt(PhiOptimizer):
     """A torch optimizer that finetunes phi under a loss and a value function.
 
-    It works wherever an optimizer does: gradients come from ``loss.backward()``, learning-rate schedulers scale ``lr``
-    (the loss step), ``GradScaler`` may skip steps, ``step(closure)`` is allowed. The state dict holds the past
-    gradients and the step count but not f: save f with ``f.save(path)``.
+    It works wherever an optimizer does (see `PhiOptimizer`); learning-rate schedulers scale ``lr`` (the loss step). The
+    state dict holds the past gradients and the step count but not f: save f with ``f.save(path)``.
 
     A step is computed on f's device, which need not be phi's. For the few hundred numbers of a phi on a GPU, an f on
     the CPU is quicker, but each step then waits for the gradient.
@@ -145,9 +206,7 @@ class MetricOpt(torch.optim.Optimizer):
         optimizer: Literal["sgd", "adam"] = "sgd",
     ) -> None:
         if not isinstance(f, ValueFunction):
-            raise TypeError(
-                f"f is a {type(f).__name__}; it must be a ValueFunction: a fit's f, or load_value_function(FILE)"
-            )
+            raise TypeError(f"f is a {type(f).__name__}; it must be a ValueFunction, as load_value_function(FILE)")
         check_at_least(0, lr=lr, metric_step=metric_step, loss_weight=loss_weight)
         check_integer(1, history=history)
         check_at_least(1, steps=steps)
@@ -155,62 +214,28 @@ class MetricOpt(torch.optim.Optimizer):
             raise ValueError(f"trust is {trust}; it must be above 0")
         if optimizer not in ("sgd", "adam"):
             raise ValueError(f"optimizer is {optimizer!r}; it must be 'sgd' or 'adam'")
-        defaults = {
-            "lr": lr,
-            "metric_step": metric_step,
-            "loss_weight": loss_weight,
-            "steps": steps,
-            "trust": trust,
-            "history": history,
-            "even_untrusted": even_untrusted,
-            "optimizer": optimizer,
-        }
-        super().__init__(params, defaults)
-        numbers = sum(parameter.numel() for parameter in self._parameters)
-        if numbers != f.dim:
-            raise ValueFunctionError(
-                f"the parameters hold {numbers} numbers, but f was fitted for phi of dimension {f.dim}"
-            )
-        for parameter in self._parameters:
+        rule = {"lr": lr, "metric_step": metric_step, "loss_weight": loss_weight, "steps": steps, "trust": trust}
+        more = {"even_untrusted": even_untrusted, "history": history, "optimizer": optimizer}
+        super().__init__(params, {**rule, **more})
+        parameters = self.param_groups[0]["params"]
+        if (numbers := sum(parameter.numel() for parameter in parameters)) != f.dim:
+            raise ValueFunctionError(f"phi is {numbers} numbers, but f was fitted for phi of dimension {f.dim}")
+        for parameter in parameters:
             f.check_fits(signature_of(parameter))
         if not (f.trusted or even_untrusted):
             quality = f.quality or "of unknown quality"
-            warnings.warn(
-                f"f is {quality}: phi follows the loss alone. Learn f from more tasks (`meta_train`), or follow it all"
-                " the same by even_untrusted=True",
-                UntrustedWarning,
-                stacklevel=2,
-            )
+            remedy = "learn f from more tasks (`meta_train`), or follow it all the same by even_untrusted=True"
+            warnings.warn(f"f is {quality}: phi follows the loss alone; {remedy}", UntrustedWarning, stacklevel=2)
         self.f = f
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the first parameter group and reject any other."""
-        one_group(self.param_groups, "f")
-        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "f": self.f}
 
-    @property
-    def _parameters(self) -> list[Tensor]:
-        return self.param_groups[0]["params"]  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step from the parameters' ``grad``; returns the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        parameters, group = self._parameters, self.param_groups[0]
-        if all(parameter.grad is None for parameter in parameters):
-            return loss
-        phi = flat(parameters)
-        gradient = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        state = self.state[parameters[0]]
+    def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
+        """Return the next phi, ``d`` (see `PhiOptimizer`)."""
+        group = self.param_groups[0]
         if group["optimizer"] == "adam":
-            gradient, memory = adam_direction(gradient, AdamMemory(*state["adam"]) if "adam" in state else None)
-            state["adam"] = tuple(memory)
+            gradient, state["adam"] = adam_direction(gradient, *state.get("adam", ()))
         past = state.get("history", gradient.new_zeros(0, len(gradient)))
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)
@@ -218,32 +243,4 @@ class MetricOpt(torch.optim.Optimizer):
         names = ("lr", "metric_step", "loss_weight", "steps", "trust", "even_untrusted")
         rule = MetricOptStep(self.f, **{name: group[name] for name in names})
         device = self.f.radius.device
-        moved = rule(phi.to(device), state["history"].to(device), step).to(phi.device)
-        for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
-            parameter.copy_(values.view_as(parameter))
-        return loss
-
-
-def one_group(groups: Sequence[Any], who: str) -> None:
-    """Reject a parameter group beside those that are there.
-
-    Raises:
-        ValueError: There are some; the message says who sees one vector alone.
-    """
-    if groups:
-        raise ValueError(f"{len(groups) + 1} parameter groups given; {who} sees one vector phi, so give one")
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return tensors as one vector, in order."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _length(vectors: Tensor) -> Tensor:
-    """Return the Euclidean length of each vector, ``... x 1``."""
-    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    return lengths
-
-
-def _column(value: float | Tensor) -> float | Tensor:
-    return value[..., None] if isinstance(value, Tensor) else value
+        return rule(phi.to(device), state["history"].to(device), step).to(phi.device)

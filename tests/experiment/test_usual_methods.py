@@ -24,7 +24,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.search.update_rule import load_update_rule
+from metricopt_ext.search.learned import load_update_rule
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings

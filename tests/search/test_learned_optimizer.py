@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, having
 from helpers.tensors import rand
-from metricopt_ext.search.learned_optimizer import LearnedOptimizer
-from metricopt_ext.search.unrolled import unroll
-from metricopt_ext.search.update_rule import UpdateRule
+from metricopt_ext.search.learned import BlindWarning, LearnedOptimizer, UpdateRule, unroll
 
 D = 4
 
@@ -31,7 +30,7 @@ def test_it_is_the_functional_form(quadratic: Callable[..., Any]) -> None:
         return phi.new_tensor([costs[max(s for s in costs if s <= step)]])
 
     start = task.starts(0.3, 0, [7])
-    run = unroll(task, rule, start, steps=6, seed=3, indices=[7], cost_at=cost_at)
+    points, _ = unroll(task, rule, start, cost_at, steps=6, seed=3, indices=[7])
     task.adapter.set_phi(start[0])
     optimizer = LearnedOptimizer(task.adapter.parameters(), rule)
     for step in range(6):
@@ -42,7 +41,7 @@ def test_it_is_the_functional_form(quadratic: Callable[..., Any]) -> None:
         loss.backward()
         optimizer.observe(loss=loss.item())
         optimizer.step()
-        torch.testing.assert_close(task.adapter.phi.detach(), run.phi[0, step + 1], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(task.adapter.phi.detach(), points[0, step + 1], rtol=1e-12, atol=1e-13)
 
 
 def follow(optimizer: LearnedOptimizer, phi: Tensor, steps: range) -> None:
@@ -66,8 +65,6 @@ def test_state_dict_continues_bit_for_bit(after: int) -> None:
     resumed = nn.Parameter(saved["phi"])
     other = LearnedOptimizer([resumed], rule)
     other.load_state_dict(saved["optimizer"])
-    if not after:
-        other.observe(cost=0.4)  # nothing was kept before the first step
     follow(other, resumed, range(after, 7))
     assert torch.equal(phi, resumed)
 
@@ -82,3 +79,17 @@ def test_what_does_not_fit_is_refused() -> None:
         lambda: LearnedOptimizer([{"params": [phi]}, {"params": [nn.Parameter(rand(1))]}], make_rule()), ValueError, "2"
     )
     assert_refused(lambda: LearnedOptimizer([phi], make_rule()).observe(cost=math.nan), ValueError, "cost", "nan")
+
+
+def test_a_rule_that_is_not_told_what_it_sees_says_so() -> None:
+    phi, names = nn.Parameter(rand(D)), having("loss", "observe")
+    optimizer = LearnedOptimizer([phi], make_rule())
+    optimizer.observe(cost=0.4)
+    phi.grad = rand(D)
+    with pytest.warns(BlindWarning, match=names) as told:
+        optimizer.step()
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        LearnedOptimizer([phi], make_rule(sees_loss=False, sees_metric=False)).step()

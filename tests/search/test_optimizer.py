@@ -15,8 +15,7 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.evaluating import searched
-from metricopt_ext.search.adam import adam_direction
-from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, adam_direction
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.rollout import rollout
 from metricopt_ext.value.gp import GPValueFunction
@@ -152,7 +151,7 @@ def test_an_untrusted_f_is_followed_on_demand() -> None:
 def test_rows_of_a_population_have_their_own_settings() -> None:
     f, n = make_f(), 5
     phi, history = 0.5 * rand(n, D), rand(n, 3, D, seed=2)
-    lr, metric_step, loss_weight = (torch.rand(n, dtype=torch.float64) + 0.1 for _ in range(3))
+    lr, metric_step, loss_weight = (torch.rand(n, 1, dtype=torch.float64) + 0.1 for _ in range(3))
     together = MetricOptStep(f, lr, metric_step, loss_weight, steps=10)(phi, history, 4)
     for row in range(n):
         settings = {
@@ -165,7 +164,7 @@ def test_rows_of_a_population_have_their_own_settings() -> None:
         expected = naive_step(f, phi[row].numpy(), list(history[row].numpy()), 4, steps=10, **settings)
         np.testing.assert_allclose(alone, expected, rtol=1e-10, atol=1e-12)
     untrusted = MetricOptStep(make_f(quality=None), lr, metric_step, loss_weight)(phi, history, 4)
-    torch.testing.assert_close(untrusted, phi - lr[:, None] * history[:, -1], rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(untrusted, phi - lr * history[:, -1], rtol=1e-14, atol=1e-14)
 
 
 # --- The optimizer's contract --------------------------------------------------------------------------------
@@ -374,11 +373,11 @@ def test_metricopt_ends_where_the_search_did(quadratic: Callable[..., Any]) -> N
 def test_adams_direction_is_torchs() -> None:
     gradients, phi = rand(9, 2, 4), [nn.Parameter(torch.zeros(4).double()) for _ in range(2)]
     theirs = torch.optim.Adam(phi, 0.05)
-    ours, memory = torch.zeros(2, 4).double(), None
+    ours, memory = torch.zeros(2, 4).double(), ()
     for gradient in gradients:
         for parameter, own in zip(phi, gradient, strict=True):
             parameter.grad = own.clone()
         theirs.step()
-        direction, memory = adam_direction(gradient, memory)
+        direction, memory = adam_direction(gradient, *memory)
         ours = ours - 0.05 * direction
         torch.testing.assert_close(ours, torch.stack([p.detach() for p in phi]), rtol=1e-12, atol=1e-14)

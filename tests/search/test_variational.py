@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.search.variational import combine, gradient_samples
+from metricopt_ext.search.learned import combine, gradient_samples
 
 STD = 0.3
 
@@ -30,11 +30,10 @@ def test_both_estimators_are_unbiased(
     nodes, shares = np.polynomial.hermite_e.hermegauss(12)
     shares = torch.from_numpy(shares / shares.sum())
     noise = torch.from_numpy(nodes)[:, None]
-    samples = gradient_samples(objective, torch.tensor([w], dtype=torch.float64), noise, STD)
-    assert samples.reparameterised is not None
-    for estimates in (samples.reparameterised, samples.score):
+    *samples, values = gradient_samples(objective, torch.tensor([w], dtype=torch.float64), noise, STD)
+    for estimates in samples:
         assert float(shares @ estimates[:, 0]) == pytest.approx(slope(w), rel=1e-10, abs=1e-10)
-    assert torch.equal(samples.values[0], objective(w + STD * noise))
+    assert torch.equal(values[:, 0], objective(w + STD * noise))
 
 
 def test_weights_are_inverse_variances_of_each_number() -> None:
@@ -56,3 +55,11 @@ def test_certain_and_useless_estimates() -> None:
     combined = combine(broken, spread)
     assert float(combined[0]) == pytest.approx(float(spread[:, 0].mean()))
     assert combined.isfinite().all()
+
+
+def test_without_a_derivative_the_score_function_is_all() -> None:
+    noise = rand(5, 2)
+    slopes, scores, _ = gradient_samples(
+        lambda w: w.detach().round().sum(-1), torch.ones(2), noise, STD, differentiate=False
+    )
+    assert torch.equal(combine(slopes, scores), scores.mean(0))

@@ -9,7 +9,7 @@ from torch import nn
 
 import metricopt_ext as mo
 from helpers.tensors import rand32
-from metricopt_ext.search.update_rule import UpdateRule, load_update_rule
+from metricopt_ext.search.learned import UpdateRule, load_update_rule
 from metricopt_ext.siblings.ala.loss_policy import LossPolicy, load_loss_policy
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_relational_loss
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
