@@ -129,11 +129,8 @@ class AskTellStrategy(DirectStrategy):
         while True:
             proposed, answers = ask(), Answers()
             while len(answers) < len(proposed):
-                if search.left:
-                    some = proposed[len(answers) :][: search.left]
-                    answers = Answers((*answers, *(yield from search.ask(some.to(search.start)))))
-                else:
-                    yield []
+                some = proposed[len(answers) :][: search.left]  # none, as an empty batch, until more may be spent
+                answers = Answers((*answers, *(yield from search.ask(some.to(search.start)))))
             if answers.evaluated:
                 worst = max((each for _, each in answers.evaluated), key=lambda each: each.cost)
                 tell(answers.points_as(proposed), [each.evaluation or worst for each in answers])

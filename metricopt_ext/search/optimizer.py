@@ -67,12 +67,9 @@ class MetricOptStep:
         if not (self.f.trusted or self.even_untrusted):
             return phi - self.lr * loss_gradient
         moved = phi - self.loss_weight * self.lr * loss_gradient
-        moved = moved - self.metric_step * self.decay(step) * self.metric_direction(phi, history)
+        decay = 1.0 if self.steps is None else max(0.0, 1 - step / self.steps)
+        moved = moved - self.metric_step * decay * self.metric_direction(phi, history)
         return clip_to_ball(moved, self.f.centre, self.trust * self.f.radius)
-
-    def decay(self, step: int) -> float:
-        """Return the factor on the metric step, from 1 down to 0."""
-        return 1.0 if self.steps is None else max(0.0, 1 - step / self.steps)
 
     def metric_direction(self, phi: Tensor, history: Tensor) -> Tensor:
         """Return u at the length of f's radius, shorter where f is flat, ``... x d``."""
