@@ -81,10 +81,7 @@ def draw_value_function(
     process = GaussianProcess.fit(trajectories)
     some = trajectories[:: max(1, len(trajectories) // 6)][:6]
     error = process.leave_one_out(trajectories)
-    note = (
-        f"leave-one-out error of the cost: {error.gp_mae:.4g}; of each trajectory's level {error.constant_mae:.4g}, of"
-        f" linear interpolation {error.linear_mae:.4g}"
-    )
+    note = f"leave-one-out error of the cost: {error.gp_mae:.4g}; of each trajectory's level {error.constant_mae:.4g}"
     drawn = [
         plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
         landscape,

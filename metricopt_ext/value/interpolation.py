@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.checks import check_above, check_at_least, check_finite
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.utils.words import counted
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # linear_operator compiles with torch.jit
     import gpytorch
-    from linear_operator.utils.errors import NotPSDError  # type: ignore[import-untyped]
 
 
 R = TypeVar("R")
@@ -50,18 +46,12 @@ class Skill:
         gp_mae: Mean absolute error of the Gaussian process.
         constant_mae: The same for each trajectory's level: the mean of its other points, shrunk towards the mean of all
             trajectories as far as their spread suggests. A Gaussian process does no better if time explains nothing.
-        linear_mae: The same for linear interpolation in time.
         gain_error: Standard error of ``constant_mae - gp_mae`` over the trajectories; infinite for fewer than two.
-        points: Number of observations left out.
-        trajectories: Number of trajectories that they lie on.
     """
 
     gp_mae: float
     constant_mae: float
-    linear_mae: float
     gain_error: float
-    points: int
-    trajectories: int
 
     @property
     def skill(self) -> float:
@@ -72,14 +62,6 @@ class Skill:
     def skilful(self) -> bool:
         """Whether time explains something: a tenth of the error is avoided, beyond luck (2 standard errors)."""
         return self.skill > 0.1 and self.constant_mae - self.gp_mae > 2 * self.gain_error
-
-    def __str__(self) -> str:
-        """Return the errors on one line."""
-        return (
-            f"skill {self.skill:.2f}; left-out MAE {self.gp_mae:.4g}, levels {self.constant_mae:.4g},"
-            f" linear {self.linear_mae:.4g} ({counted(self.points, 'point')} of"
-            f" {counted(self.trajectories, 'trajectory')})"
-        )
 
 
 @dataclass(frozen=True)
@@ -108,16 +90,6 @@ class GaussianProcess:
     mean: float = 0.0
     std: float = 1.0
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: A value is out of range; the message gives it.
-        """
-        check_above(0, length_scale=self.length_scale, output_scale=self.output_scale, noise=self.noise, std=self.std)
-        check_at_least(0, level_scale=self.level_scale)
-        check_finite(mean=self.mean)
-
     @classmethod
     @num_threads(1)
     def fit(cls, trajectories: Sequence[Trajectory], *, levels: bool = True) -> "GaussianProcess":
@@ -129,13 +101,7 @@ class GaussianProcess:
         Args:
             trajectories: At least one.
             levels: Whether to fit ``level_scale``; without it the kernel is the paper's, RBF alone.
-
-        Raises:
-            ValueFunctionError: There is no trajectory, or a cost is not finite.
         """
-        if not trajectories:
-            raise ValueFunctionError("there is no trajectory to interpolate; collect at least one")
-        _check(trajectories)
         varying = [t for t in trajectories if not _is_constant(t)] or trajectories
         level, mean, std = _moments(varying)
         start = cls(0.2, 1.0, 0.1, level if levels else 0.0, mean, std)
@@ -159,10 +125,6 @@ class GaussianProcess:
 
         Returns:
             The mean and std of each trajectory, each ``T + 1``, float64, in units of the cost.
-
-        Raises:
-            ValueFunctionError: A cost is not finite, or a covariance matrix is not positive definite even with jitter;
-                the message names the trajectory.
         """
         model = _Model(self)
 
@@ -185,9 +147,6 @@ class GaussianProcess:
 
         Returns:
             The K predictions of each trajectory, float64, in units of the cost.
-
-        Raises:
-            ValueFunctionError: As in `posterior`.
         """
         model = _Model(self)
 
@@ -198,33 +157,22 @@ class GaussianProcess:
         return _in_batches(trajectories, compute)
 
     def leave_one_out(self, trajectories: Sequence[Trajectory]) -> Skill:
-        """Measure how well left-out observations are recovered; hyper-parameters stay as they are.
-
-        Raises:
-            ValueFunctionError: As in `posterior`.
-        """
+        """Measure how well left-out observations are recovered; hyper-parameters stay as they are."""
         used = [t for t in trajectories if len(t.cost) > 2 and not _is_constant(t)]
         if not used:
-            return Skill(0.0, 0.0, 0.0, math.inf, 0, 0)
+            return Skill(0.0, 0.0, math.inf)
         gp = self.predict_left_out(used)
-        errors = []  # per trajectory: Gaussian process, level, linear interpolation; each per inner point
+        errors = []  # per trajectory: Gaussian process and level, each per inner point
         level, mean, _ = _moments(used)
         for predicted, trajectory in zip(gp, used, strict=True):
             cost, others = trajectory.cost, len(trajectory.cost) - 1
             shrinkage = level / (level + 1 / others)
             constant = mean + shrinkage * ((cost.sum() - cost) / others - mean)
-            linear = _linear_left_out(trajectory.observed.double(), cost)
-            errors.append((torch.stack([predicted, constant, linear]) - cost)[:, 1:-1].abs())
-        gp_mae, constant_mae, linear_mae = torch.cat(errors, 1).mean(1).tolist()
+            errors.append((torch.stack([predicted, constant]) - cost)[:, 1:-1].abs())
+        gp_mae, constant_mae = torch.cat(errors, 1).mean(1).tolist()
         gains = torch.stack([(error[1] - error[0]).mean() for error in errors])
-        return Skill(
-            gp_mae,
-            constant_mae,
-            linear_mae,
-            gain_error=float(gains.std()) / math.sqrt(len(used)) if len(used) > 1 else math.inf,
-            points=sum(error.shape[1] for error in errors),
-            trajectories=len(used),
-        )
+        gain_error = float(gains.std()) / math.sqrt(len(used)) if len(used) > 1 else math.inf
+        return Skill(gp_mae, constant_mae, gain_error)
 
     @property
     def noise_std(self) -> float:
@@ -337,22 +285,12 @@ def _exact(*, gradients: bool = False) -> Iterator[None]:
 
 def _in_batches(trajectories: Sequence[Trajectory], compute: Callable[[Sequence[Trajectory]], Iterable[R]]) -> list[R]:
     """Apply a batched computation to trajectories of one shape at a time; return the results in the given order."""
-    _check(trajectories)
     results: dict[int, R] = {}
     with _exact():
         for rows in _alike(trajectories, lambda t: (len(t.cost), len(t.phi))):
             batch = [trajectories[row] for row in rows]
-            results.update(zip(rows, _naming_failures(batch, compute), strict=True))
+            results.update(zip(rows, compute(batch), strict=True))
     return [results[row] for row in range(len(trajectories))]
-
-
-def _naming_failures(batch: Sequence[Trajectory], compute: Callable[[Sequence[Trajectory]], Iterable[R]]) -> list[R]:
-    try:
-        return list(compute(batch))
-    except NotPSDError as error:
-        if len(batch) > 1:
-            return [result for trajectory in batch for result in _naming_failures([trajectory], compute)]
-        raise ValueFunctionError(f"{_name(batch[0])} can't be interpolated: {error} Increase the noise") from error
 
 
 def _alike(trajectories: Sequence[Trajectory], key: Callable[[Trajectory], Hashable]) -> list[list[int]]:
@@ -383,24 +321,6 @@ def _times(trajectory: Trajectory, steps: Tensor) -> Tensor:
     return steps.double() / (len(trajectory.phi) - 1)
 
 
-def _linear_left_out(times: Tensor, cost: Tensor) -> Tensor:
-    """Interpolate each inner point between its neighbours; the ends stay as they are."""
-    predicted = cost.clone()
-    weight = (times[1:-1] - times[:-2]) / (times[2:] - times[:-2])
-    predicted[1:-1] = torch.lerp(cost[:-2], cost[2:], weight)
-    return predicted
-
-
 def _is_constant(trajectory: Trajectory) -> bool:
     """Whether all observations are equal; two equal ones say nothing about what lies between them."""
     return len(trajectory.cost) > 2 and bool(trajectory.cost.min() == trajectory.cost.max())
-
-
-def _check(trajectories: Sequence[Trajectory]) -> None:
-    for trajectory in trajectories:
-        if not trajectory.cost.isfinite().all():
-            raise ValueFunctionError(f"{_name(trajectory)} can't be interpolated: costs {trajectory.cost.tolist()}")
-
-
-def _name(trajectory: Trajectory) -> str:
-    return f"trajectory {trajectory.index} of round {trajectory.round}"

@@ -8,39 +8,20 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.trajectory import Trajectory
-from metricopt_ext.utils.words import counted
-from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess, Skill
+from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess
 from metricopt_ext.value.observations import Observations, common_signature
-
-
-@dataclass(frozen=True)
-class Labels(Observations):
-    """Labelled points and what decided between kinds of labels.
-
-    Attributes:
-        kind: Where labels come from: ``"observed"``, ``"linear"`` or ``"gp"``.
-        skill: How well the Gaussian process did, if one was fitted.
-    """
-
-    kind: str = "observed"
-    skill: Skill | None = None
-
-    def __str__(self) -> str:
-        """Return kind, number and skill on one line."""
-        skill = "" if self.skill is None else f"; Gaussian process: {self.skill}"
-        return f"{self.kind} labels at {counted(len(self.cost), 'point')}{skill}"
 
 
 @dataclass(frozen=True)
 class LinearLabels:
     """Labels all steps by linear interpolation in time, all equally certain: what the paper argues against."""
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
         """Return labels at all steps; before the first and after the last observation they are constant."""
         means = [
             torch.from_numpy(np.interp(np.arange(len(t.phi)), t.observed.numpy(), t.cost.numpy())) for t in trajectories
         ]
-        return _dense(trajectories, means, [torch.ones(len(mean)) for mean in means], 1.0, "linear")
+        return _dense(trajectories, means, [torch.ones(len(mean)) for mean in means], 1.0)
 
 
 @dataclass(frozen=True)
@@ -57,30 +38,22 @@ class GaussianProcessLabels:
     levels: bool = True
     noisy: bool = True
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Labels:
-        """Return the labels with the skill that decided which points get one.
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
+        """Return the labels, of all steps or of the observed ones.
 
         An interpolated label is as uncertain as another observation at that step would be. An observed one keeps its
         cost, and its uncertainty is the noise. Without ``noisy``, sigma is the posterior's standard deviation at every
-        step, observed ones included, but at least that of the least noise in `gaussian_process.BOUNDS`.
-
-        Raises:
-            ValueFunctionError: As in `GaussianProcess.fit` and `GaussianProcess.posterior`.
+        step, observed ones included, but at least that of the least noise in `interpolation.BOUNDS`.
         """
         process = GaussianProcess.fit(trajectories, levels=self.levels)
-        skill = process.leave_one_out(trajectories)
-        if not (self.always or skill.skilful):
-            return _observed(trajectories, skill)
+        if not (self.always or process.leave_one_out(trajectories).skilful):
+            return Observations.of(trajectories)
         means, stds = zip(*process.posterior(trajectories), strict=True)
         if not self.noisy:
             least = process.std * BOUNDS["noise"][0] ** 0.5
-            return _dense(trajectories, means, [std.clamp(min=least) for std in stds], None, "gp", skill)
+            return _dense(trajectories, means, [std.clamp(min=least) for std in stds], None)
         sigmas = [(std.square() + process.noise_std**2).sqrt() for std in stds]
-        return _dense(trajectories, means, sigmas, process.noise_std, "gp", skill)
-
-
-def _observed(trajectories: Sequence[Trajectory], skill: Skill | None = None) -> Labels:
-    return Labels(**vars(Observations.of(trajectories)), skill=skill)
+        return _dense(trajectories, means, sigmas, process.noise_std)
 
 
 def _dense(
@@ -88,9 +61,7 @@ def _dense(
     costs: Sequence[Tensor],
     sigmas: Sequence[Tensor],
     observed_sigma: float | None,
-    kind: str,
-    skill: Skill | None = None,
-) -> Labels:
+) -> Observations:
     """Gather all steps, ``T + 1`` labels and sigmas for each trajectory.
 
     Observed costs replace their labels, and the sigma of observed ones replaces theirs, if one is given.
@@ -104,7 +75,7 @@ def _dense(
     cost[places] = torch.cat([t.cost for t in trajectories])
     if observed_sigma is not None:
         sigma[places] = observed_sigma
-    return Labels(
+    return Observations(
         phi=torch.cat([t.phi for t in trajectories]).float(),
         cost=cost.double(),
         sigma=sigma.float(),
@@ -113,6 +84,4 @@ def _dense(
         progress=torch.cat([torch.arange(len(t.phi)) / (len(t.phi) - 1) for t in trajectories]),
         observed=observed,
         signature=common_signature(trajectories),
-        kind=kind,
-        skill=skill,
     )

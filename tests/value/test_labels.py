@@ -35,8 +35,6 @@ def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]]) -> None
     process = GaussianProcess.fit(data)
     labels = GaussianProcessLabels(always=True)(data)
     assert_dense(labels, data)
-    assert labels.kind == "gp"
-    assert labels.skill == process.leave_one_out(data)
     posteriors = process.posterior(data)
     means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
     dense = ~labels.observed
@@ -75,24 +73,16 @@ def test_labels_follow_the_skill(along: Callable[..., Trajectory]) -> None:
     observed = range(0, 41, 5)
     smooth = [along(40, observed, [(step / 40 - 0.1 * i) ** 2 for step in observed], index=i) for i in range(10)]
     labels = GaussianProcessLabels()(smooth)
-    assert labels.kind == "gp"
-    assert labels.skill is not None
-    assert labels.skill.skilful
     assert_dense(labels, smooth)
     jumps = [along(40, observed, [(-1.0) ** (step // 5 + i) for step in observed], index=i) for i in range(10)]
     labels = GaussianProcessLabels()(jumps)
-    assert labels.kind == "observed"
-    assert labels.skill is not None
-    assert not labels.skill.skilful
     assert equal(labels, Observations.of(jumps))
-    assert str(labels).startswith("observed labels at 90 points; Gaussian process: skill")
 
 
 def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
     data = [*mixed(), along(10, [2, 4, 8], [0.1, 0.3, 0.1], index=9)]
     labels = LinearLabels()(data)
     assert_dense(labels, data)
-    assert labels.kind == "linear"
     assert (labels.sigma == 1).all()
     expected = [0.1, 0.1, 0.1, 0.2, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
     torch.testing.assert_close(
