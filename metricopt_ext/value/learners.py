@@ -42,7 +42,6 @@ class NeuralLearner:
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay; strong, because there are only a few hundred points.
         objective: What is minimised; by default Eq. 2's regression alone.
-        resolution: Sigma of labels that are all equally certain, in standard deviations of the costs.
     """
 
     iterations: int = 400
@@ -51,7 +50,6 @@ class NeuralLearner:
     lr: float = 1e-2
     weight_decay: float = 1.0
     objective: Objective = field(default=Objective(gamma=1.0, beta=0.0))
-    resolution: float = 0.1
 
     def __post_init__(self) -> None:
         """Check the values that a fit would choke on.
@@ -60,7 +58,7 @@ class NeuralLearner:
             ValueError: A value is out of range; the message gives it.
         """
         check_integer(1, iterations=self.iterations, batch_size=self.batch_size, nets=self.nets)
-        check_above(0, lr=self.lr, resolution=self.resolution)
+        check_above(0, lr=self.lr)
         check_at_least(0, weight_decay=self.weight_decay)
 
     @classmethod
@@ -76,7 +74,7 @@ class NeuralLearner:
             f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets).like(data.phi)
         f.cost_mean.copy_(data.cost.mean())
         f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
-        sigma = comparable_sigma(data, self.resolution)
+        sigma = comparable_sigma(data)
         seen = [(fold != member % folds).nonzero().squeeze(1) for member in range(folds * self.nets)]
         optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
@@ -95,17 +93,20 @@ class NeuralLearner:
         return f
 
 
+PENALTIES = [10.0**e for e in range(-4, 4)]  # of ridge regression, per point
+
+
 @dataclass(frozen=True)
 class RidgeLearner:
     """Fits `RidgeValueFunction` in closed form on standardised features.
 
+    Each member takes the one of `PENALTIES` that predicts best across the trajectories it sees; points of one
+    trajectory are too similar to be left out one by one.
+
     Attributes:
-        penalties: Candidate ridge penalties per point. Each member takes the one that predicts best across the
-            trajectories it sees; points of one trajectory are too similar to be left out one by one.
         groups: Number of groups that a member's trajectories are divided into for this.
     """
 
-    penalties: tuple[float, ...] = tuple(10.0**e for e in range(-4, 4))
     groups: int = 5
 
     def __post_init__(self) -> None:
@@ -115,10 +116,6 @@ class RidgeLearner:
             ValueError: A value is out of range; the message gives it.
         """
         check_integer(1, groups=self.groups)
-        if not self.penalties:
-            raise ValueError("penalties is empty; give at least one")
-        for penalty in self.penalties:
-            check_at_least(0, penalty=penalty)
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Fit each member to the points outside its fold."""
@@ -126,7 +123,7 @@ class RidgeLearner:
         features, cost = f.basis(data.phi).double(), data.cost.double()
         for member in range(folds):
             seen = fold != member
-            penalty = best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups, self.penalties)
+            penalty = best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups, PENALTIES)
             ((coefficients, intercept),) = ridge_path(features[seen], cost[seen], [penalty])
             f.coefficients[:, member], f.intercept[member] = coefficients, intercept
         return f

@@ -19,6 +19,8 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 # Fisher's ratio from which two costs count as different.
 CUTOFF = 2.0
 
+RESOLUTION = 0.1  # sigma of labels that are all equally certain, in standard deviations of the costs
+
 
 class CollapseWarning(UserWarning):
     """A value function predicts nearly the same cost everywhere, although the costs it was fitted to differ."""
@@ -172,18 +174,17 @@ class Objective:
         return f"Objective(gamma={self.gamma}, beta={self.beta}, miner={miner})"
 
 
-def comparable_sigma(data: Observations, resolution: float) -> Tensor:
+def comparable_sigma(data: Observations) -> Tensor:
     """Return sigma in units of the cost, ``n``, as Fisher's ratio needs it.
 
     If all labels are equally certain, sigma has no unit; differences are then judged against the labels' spread.
 
     Args:
         data: The labelled points.
-        resolution: Sigma of equally certain labels, in standard deviations of the costs.
     """
     if data.sigma.min() < data.sigma.max():
         return data.sigma
-    return torch.full_like(data.sigma, resolution * float(data.cost.std()))
+    return torch.full_like(data.sigma, RESOLUTION * float(data.cost.std()))
 
 
 @torch.no_grad()

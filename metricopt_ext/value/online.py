@@ -61,7 +61,7 @@ class OnlineReptile:
             std = float(data.cost.std())
             f.cost_std.fill_(std if std > 0 else 1.0)  # costs that are all equal, or a single one
         batch = self._batch(data, newest, rng)
-        sigma = comparable_sigma(data, learner.resolution)
+        sigma = comparable_sigma(data)
 
         def loss() -> Tensor:
             return learner.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)

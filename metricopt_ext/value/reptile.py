@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from metricopt_ext.utils.checks import check_above, check_integer
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
 from metricopt_ext.value.observations import Observations
@@ -47,7 +47,6 @@ class ReptileLearner:
         inner: Optimizer of the inner loop, created anew in every meta-iteration.
         inner_steps: Its steps, all on the same meta-batch.
         objective: What they minimise.
-        resolution: Sigma of labels that are all equally certain, in standard deviations of the costs.
         standardise: Whether f predicts standardised costs internally; otherwise gamma weighs raw costs.
         adapted: Whether to return the weights w~ of the last inner loop (line 8) instead of the meta-weights w.
     """
@@ -59,7 +58,6 @@ class ReptileLearner:
     inner: InnerOptimizer = ADAMW
     inner_steps: int = 5
     objective: Objective = field(default=Objective())
-    resolution: float = 0.1
     standardise: bool = True
     adapted: bool = False
 
@@ -72,7 +70,6 @@ class ReptileLearner:
         check_integer(1, iterations=self.iterations, tasks=self.tasks, inner_steps=self.inner_steps)
         optional = {"passes": self.passes, "points": self.points}
         check_integer(1, **{name: value for name, value in optional.items() if value is not None})
-        check_above(0, resolution=self.resolution)
         if self.points is not None and self.points * self.tasks < 2:
             raise ValueError(
                 f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"
@@ -115,7 +112,7 @@ class ReptileLearner:
         f = self._initialise(data, folds, rng)
         seen = fold[:, None] != torch.arange(folds)
         tasks = Tasks.of(data.trajectory, seen)
-        sigma = comparable_sigma(data, self.resolution)
+        sigma = comparable_sigma(data)
 
         def loss(batch: Tensor) -> Tensor:
             return self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)

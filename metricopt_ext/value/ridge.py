@@ -15,8 +15,6 @@ def best_penalty(x: Tensor, y: Tensor, group: Tensor, penalties: Sequence[float]
         group: The group of each point, ``n``.
         penalties: The candidates; see `ridge_path`.
     """
-    if len(penalties) == 1:
-        return penalties[0]
     errors = torch.zeros(len(penalties), dtype=x.dtype)
     for held_out in group.unique():
         inside, outside = group != held_out, group == held_out
