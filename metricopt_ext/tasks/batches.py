@@ -1,11 +1,11 @@
 """Mini-batches addressed by (seed, task, step): any step of any run can be replayed alone."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import MOST_BATCH, check_integer
@@ -13,6 +13,8 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
 Batches = Callable[[int, int, int], Any]
+
+BLOCK = 256  # steps that `BlockBatches` draws together
 
 
 class IndexSampler:
@@ -27,55 +29,69 @@ class IndexSampler:
     """
 
     groups: list[Tensor]
-    share: int
 
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
         check_integer(1, MOST_BATCH, batch_size=batch_size)
         if size < 1:
             raise DataError("there are no examples to draw batches from")
-        self.groups = [torch.arange(size)]
-        if labels is not None:
-            labels = _as_labels(labels)
-            if len(labels) != size:
-                raise DataError(f"{counted(len(labels), 'label')} for {counted(size, 'example')}")
-            self.groups = _groups(labels.cpu())
+        self.groups = [torch.arange(size)] if labels is None else _groups(labels, size)
         if batch_size < len(self.groups):
-            raise DataError(
-                f"batch_size is {batch_size}, too small for one example of each of {len(self.groups)} classes"
-            )
-        self.share = batch_size // len(self.groups)
+            raise DataError(f"batch_size is {batch_size}, less than one example of each of {len(self.groups)} classes")
+        self._share = batch_size // len(self.groups)
 
     def __call__(self, seed: int, task: int, step: int) -> Tensor:
         """Return indices, ``batch_size``."""
-        rng = generator(seed, "batch", task, step)
-        drawn = [group[torch.randint(len(group), (self.share,), generator=rng)] for group in self.groups]
-        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        return self.drawn(generator(seed, "batch", task, step))
+
+    def drawn(self, rng: torch.Generator, *steps: int) -> Tensor:
+        """Return indices of several steps, ``steps x batch_size``; of one step by default, ``batch_size``."""
+        drawn = [group[torch.randint(len(group), (*steps, self._share), generator=rng)] for group in self.groups]
+        return torch.cat(drawn, -1)
 
 
-def _as_labels(labels: Any) -> Tensor:
+def _groups(labels: Any, size: int) -> list[Tensor]:
+    """The examples of each class, or with each label and without any; groups that nothing is in are left out."""
     try:
-        found = torch.as_tensor(labels)
+        found = torch.as_tensor(labels).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"labels are {brief(labels)}; they must be numbers, n, or n x k of 0 and 1") from error
-    if found.dim() not in (1, 2):
-        raise DataError(f"labels are of shape {tuple(found.shape)}; they must be n, or n x k of 0 and 1")
-    if found.dim() == 2 and bool((other := (found != 0) & (found != 1)).any()):
+    if found.dim() not in (1, 2) or len(found) != size:
+        raise DataError(f"labels are of shape {tuple(found.shape)}; they must be {size}, or {size} x k of 0 and 1")
+    if found.dim() == 1:
+        return list(found.argsort(stable=True).split(found.unique(return_counts=True)[1].tolist()))
+    if len(other := found[(found != 0) & (found != 1)]):
         remedy = "give them as n, labels.squeeze(1)" if found.shape[1] == 1 else "give numbers of classes as n"
-        raise DataError(
-            f"labels of shape {tuple(found.shape)} are of 0 and 1, got {found[other][0].item():g}; {remedy}"
-        )
-    return found
-
-
-def _groups(labels: Tensor) -> list[Tensor]:
-    """The examples of each class, or with each label and without any; groups that nothing is in are left out."""
-    if labels.dim() == 1:
-        return [(labels == label).nonzero().squeeze(1) for label in labels.unique().tolist()]
-    having = [*(labels.T == 1), ~(labels == 1).any(1)]
+        raise DataError(f"labels of shape {tuple(found.shape)} are of 0 and 1, got {other[0].item():g}; {remedy}")
+    having = [*(found.T == 1), ~(found == 1).any(1)]
     return [each.nonzero().squeeze(1) for each in having if each.any()]
 
 
-class TensorBatches:
+class _FromMemory(ABC):
+    """Batches from tensors of the same examples, inputs and targets first.
+
+    Args:
+        tensors: Each ``n x ...``.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        for each in tensors:
+            if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
+                raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
+            if len(each) != len(tensors[0]):
+                raise DataError(f"{counted(len(tensors[0]), 'input')} for {counted(len(each), 'target')}")
+        self.tensors = tensors
+
+    @abstractmethod
+    def index(self, seed: int, task: int, step: int) -> Tensor:
+        """Return the indices of a batch, ``batch_size``."""
+
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, ...]:
+        """Return inputs ``batch_size x ...``, targets ``batch_size x ...``, and what else there is of them."""
+        index = self.index(seed, task, step).to(self.tensors[0].device)
+        return tuple(each[index] for each in self.tensors)
+
+
+class TensorBatches(_FromMemory):
     """Batches ``(x, y)`` from tensors in memory.
 
     Args:
@@ -86,70 +102,37 @@ class TensorBatches:
         more: Further tensors of the same examples, ``n x ...``, such as their weights, that batches have after y.
     """
 
-    x: Tensor
-    y: Tensor
-    more: tuple[Tensor, ...]
-    sample: IndexSampler
-
     def __init__(
         self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
     ) -> None:
-        for each in (x, y, *more):
-            if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
-                raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
-            if len(x) != len(each):
-                raise DataError(f"{counted(len(x), 'input')} for {counted(len(each), 'target')}")
-        self.x, self.y, self.more = x, y, tuple(more)
-        self.sample = IndexSampler(len(x), batch_size, y if balanced else None)
+        super().__init__(x, y, *more)
+        self._sample = IndexSampler(len(x), batch_size, y if balanced else None)
 
-    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, ...]:
-        """Return inputs ``batch_size x ...``, targets ``batch_size x ...``, and what else there is of them."""
-        index = self.sample(seed, task, step).to(self.x.device)
-        return self.x[index], self.y[index], *(each[index] for each in self.more)
+    def index(self, seed: int, task: int, step: int) -> Tensor:
+        """Return the indices of a batch, ``batch_size``."""
+        return self._sample(seed, task, step)
 
 
-class BlockBatches:
-    """Batches as those of `TensorBatches`, drawn many steps at once: for loops of many short steps, taken in order.
+class BlockBatches(TensorBatches):
+    """Batches as those of `TensorBatches`, drawn `BLOCK` steps at once: for many short steps, taken in order.
 
     Drawing takes several times as long as the step of a small network otherwise. Any step can still be replayed alone,
     at the cost of drawing its block.
-
-    Args:
-        x: Inputs, ``n x ...``.
-        y: Targets, ``n x ...``.
-        batch_size: Examples per batch; see `IndexSampler`.
-        balanced: Whether every class in ``y``, ``n``, gets an equal share of the batch.
-        block: Steps that are drawn together.
     """
 
-    x: Tensor
-    y: Tensor
-    block: int
-    sampler: IndexSampler
+    _block: tuple[tuple[int, int, int], Sequence[Tensor]] = (-1, -1, -1), ()
 
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, block: int = 256) -> None:
-        if len(x) != len(y):
-            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'target')}")
-        check_integer(1, block=block)
-        self.x, self.y, self.block = x, y, block
-        self.sampler = IndexSampler(len(x), batch_size, y if balanced else None)
-        self._drawn: tuple[tuple[int, int, int], Sequence[Tensor]] = ((-1, -1, -1), ())
-
-    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs ``batch_size x ...`` and targets ``batch_size x ...``."""
-        key = seed, task, step // self.block
-        if self._drawn[0] != key:
-            rng, share = generator(seed, "batches", *key[1:]), self.sampler.share
-            drawn = [
-                group[torch.randint(len(group), (self.block, share), generator=rng)] for group in self.sampler.groups
-            ]
-            self._drawn = key, torch.cat(drawn, 1).to(self.x.device).unbind(0)
-        index = self._drawn[1][step % self.block]
-        return self.x[index], self.y[index]
+    def index(self, seed: int, task: int, step: int) -> Tensor:
+        """Return the indices of a batch, ``batch_size``."""
+        key = seed, task, step // BLOCK
+        if self._block[0] != key:
+            drawn = self._sample.drawn(generator(seed, "batches", *key[1:]), BLOCK)
+            self._block = key, drawn.to(self.tensors[0].device).unbind(0)
+        return self._block[1][step % BLOCK]
 
 
-class ClassBatches:
-    """Batches ``(x, y)`` of m classes with k examples each, from tensors in memory.
+class ClassBatches(_FromMemory):
+    """Batches ``(x, y)`` of m classes with k examples each, class by class, from tensors in memory.
 
     Classes are drawn without replacement, and so are the examples of a class that has k. A class with a single example
     is never drawn: it forms no pair.
@@ -161,34 +144,20 @@ class ClassBatches:
         samples: Number k of examples of each class, at least 2.
     """
 
-    x: Tensor
-    y: Tensor
-    classes: int
-    samples: int
-    groups: list[Tensor]
-
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
-        if len(x) != len(y):
-            raise DataError(f"{counted(len(x), 'input')} for {counted(len(y), 'label')}")
+        super().__init__(x, y)
         check_integer(2, classes=classes, samples=samples)
-        self.x, self.y, self.classes, self.samples = x, y, classes, samples
-        labels = y.cpu()
-        groups = labels.argsort(stable=True).split(labels.unique(return_counts=True)[1].tolist())
-        self.groups = [group for group in groups if len(group) > 1]
-        if len(self.groups) < classes:
-            raise DataError(f"a batch needs {classes} classes of at least two examples, got {len(self.groups)}")
+        self.classes, self.samples = classes, samples
+        self._groups = [group for group in _groups(y, len(x)) if len(group) > 1]
+        if len(self._groups) < classes:
+            raise DataError(f"a batch needs {classes} classes of at least two examples, got {len(self._groups)}")
 
-    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs ``mk x ...`` and labels ``mk``, class by class."""
+    def index(self, seed: int, task: int, step: int) -> Tensor:
+        """Return the indices of a batch, ``mk``."""
         rng = generator(seed, "batch", task, step)
-        chosen = torch.randperm(len(self.groups), generator=rng)[: self.classes].tolist()
-        places = torch.arange(self.samples)
-        drawn = [
-            group[torch.randperm(len(group), generator=rng)[places % len(group)]]
-            for group in (self.groups[i] for i in chosen)
-        ]
-        index = torch.cat(drawn).to(self.x.device)
-        return self.x[index], self.y[index]
+        chosen = torch.randperm(len(self._groups), generator=rng)[: self.classes].tolist()
+        places, groups = torch.arange(self.samples), [self._groups[i] for i in chosen]
+        return torch.cat([each[torch.randperm(len(each), generator=rng)[places % len(each)]] for each in groups])
 
 
 class DatasetBatches:
@@ -202,10 +171,6 @@ class DatasetBatches:
         collate: Makes a batch from a list of examples.
     """
 
-    dataset: Any
-    collate: Callable[[list[Any]], Any]
-    sample: IndexSampler
-
     def __init__(
         self,
         dataset: Any,
@@ -214,15 +179,14 @@ class DatasetBatches:
         labels: Tensor | None = None,
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
     ) -> None:
-        if isinstance(dataset, DataLoader) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            remedy = "give its .dataset" if isinstance(dataset, DataLoader) else "it must have a length and examples"
-            raise DataError(f"dataset is {brief(dataset)}, of which no example can be drawn by its number; {remedy}")
-        self.dataset, self.collate = dataset, collate
-        self.sample = IndexSampler(len(dataset), batch_size, labels)
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(f"dataset is {brief(dataset)}; it must be map-style, such as a DataLoader's .dataset")
+        self._dataset, self._collate = dataset, collate
+        self._sample = IndexSampler(len(dataset), batch_size, labels)
 
     def __call__(self, seed: int, task: int, step: int) -> Any:
         """Return what ``collate`` makes of ``batch_size`` examples."""
-        indices = self.sample(seed, task, step).tolist()
+        indices = self._sample(seed, task, step).tolist()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(generator(seed, "augmentation", task, step).initial_seed())
-            return self.collate([self.dataset[index] for index in indices])
+            return self._collate([self._dataset[index] for index in indices])

@@ -35,7 +35,7 @@ def tensor_batches(batch_size: int, balanced: bool) -> TensorBatches:
 
 
 def block_batches(batch_size: int, balanced: bool) -> BlockBatches:
-    return BlockBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced, block=5)
+    return BlockBatches(torch.arange(50.0)[:, None], LABELS, batch_size, balanced=balanced)
 
 
 def dataset_batches(batch_size: int, balanced: bool) -> DatasetBatches:
