@@ -310,11 +310,12 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return the classifier's settings: views of its images, and a temperature if it is named."""
         names = self.config.named_settings
         with config_section("settings.names"):
-            return classification_settings(
+            settings = classification_settings(
                 self.task.adapter.model,
                 images=self.splits.validation.x.dim() == 4,
                 temperature="temperature" in names,
-            ).only(names)
+            )
+            return settings.only(names) if names else settings
 
     def finish(self) -> None:
         """Write the tuned classifier, and draw some test images, with their classes before and after."""

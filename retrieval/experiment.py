@@ -136,7 +136,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
                 )
             return settings.only(others) if others else settings.limited(queries=0)
         with config_section("settings.names"):
-            return settings.only(names)
+            return settings.only(names) if names else settings
 
     def rare(self) -> Rare | None:
         """Return the groups of queries, the classes, of which validation has few examples."""

@@ -38,7 +38,7 @@ class RetrievalSettings(Settings):
         ``merge_whitening(model, processing.whitening, processing.post, example)`` has the model do what it can of it.
 
         Raises:
-            ValueError: As from `check`.
+            ValueError: As from `complete`.
         """
         with self.applied(values), evaluating(model):
             return self._judge.processing(model)
@@ -47,7 +47,7 @@ class RetrievalSettings(Settings):
         """Return how a model, once phi is merged, takes what a linear layer can do of it; nothing is set here.
 
         Raises:
-            ValueError: As from `check`.
+            ValueError: As from `complete`.
         """
         changed = self.changed(values)
         if not changed:
@@ -89,8 +89,8 @@ def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> Re
         >>> x, y = torch.randn(40, 4), torch.arange(40) % 8
         >>> metric = recall_metric([(x, y)])
         >>> settings = retrieval_settings(metric, whiten_on=torch.randn(100, 4))
-        >>> settings.names, settings.presets
-        (('whitening', 'augmentation'), ('augmentation_4', 'augmentation_8'))
+        >>> settings.names, list(settings.presets)
+        (('whitening', 'augmentation'), ['augmentation_4', 'augmentation_8'])
         >>> with settings.applied({"whitening": 0.5}):
         ...     cost = metric.cost(torch.nn.Identity(), "example")
     """

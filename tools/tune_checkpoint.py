@@ -360,7 +360,7 @@ def report(
         command = shlex.join(filled(one.score.words, {CHECKPOINT: str(arguments.output), TRIAL: "tuned"}))
         content |= {"settings first": told_of_settings(settings, first), "command": command}
         written.insert(2, arguments.output_dir / INFERENCE)
-        save_inference(written[2], settings, first.values)
+        save_inference(written[2], settings, first.values, factors=False)
         print_settings(settings, first.values)
     write_json(written[0], content)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]

@@ -148,7 +148,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome
     }
     path, inference = arguments.output_dir / "report.json", arguments.output_dir / INFERENCE
     write_json(path, content)
-    save_inference(inference, settings, tuned.values)
+    save_inference(inference, settings, tuned.values, factors=False)
     print_settings(settings, tuned.values)
     header = ["score", "before", "best", "after", "guard", "queries", "failed"]
     print_table(header, [["validation", *tuned.row()]])

@@ -78,7 +78,7 @@ def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: 
 
     return {
         "settings_free": Baseline(free),
-        "settings_lines": tuning_settings(lambda: settings().without_presets(), confidence),
+        "settings_lines": tuning_settings(lambda: settings().limited(presets={}), confidence),
         "settings": tuning_settings(settings, confidence),
         "settings+phi": with_settings_of(own, settings),
     }

@@ -24,6 +24,15 @@ DIGITS = 10
 FORMS = "LOW:HIGH, LOW:HIGH:SCALE or A,B,C"
 
 
+class _Told(Setting):
+    """A setting of a program, which is told numbers to `DIGITS` digits."""
+
+    def at(self, t: float) -> float:
+        """Return the number at a share t of the interval, in [0, 1], as the program is told it."""
+        number = super().at(t)
+        return number if self.whole else min(max(float(f"{number:.{DIGITS}g}"), self._ends[0]), self._ends[1])
+
+
 class ProgramSettings(Settings):
     """The settings of a program, which reach it by the words of its command.
 
@@ -85,12 +94,12 @@ class ProgramSettings(Settings):
             )
         if default is None:
             # An end is a default that any interval takes; of integers, the middle is one too.
-            middle = Setting(name, low, high, scale=scale, default=low).at(0.5)
-            return Setting(name, low, high, scale=scale, default=middle)
+            middle = _Told(name, low, high, scale=scale, default=low).at(0.5)
+            return _Told(name, low, high, scale=scale, default=middle)
         number = _number(default)
         if number is None:
             raise ValueError(f"--default {name}={default} must be a number")
-        found = Setting(name, low, high, scale=scale, default=number)
+        found = _Told(name, low, high, scale=scale, default=number)
         self._texts[name, number] = default
         return found
 
@@ -124,27 +133,6 @@ class ProgramSettings(Settings):
         if (name, value) in self._texts:
             return self._texts[name, value]
         return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
-
-    def rows(self, values: Values) -> dict[str, dict[str, Value | None]]:
-        """Return what ``inference.yaml`` has of each setting: the value and default that the program was told.
-
-        What a value does to inference time is the program's own, so the factors are None.
-
-        Raises:
-            ValueError: A value is none that its setting may have.
-        """
-        return {
-            name: {
-                "value": self._as_told(name, value),
-                "default": self._as_told(name, self[name].default),
-                "factor": None,
-            }
-            for name, value in self.complete(values).items()
-        }
-
-    def _as_told(self, name: str, value: Value) -> Value:
-        """Return the number that the program was told, or the word."""
-        return float(self._text(name, value)) if isinstance(value, float) else value
 
     def check_command(self, words: Sequence[str], switch: str, others: Sequence[str] = (TRIAL,)) -> None:
         """Refuse a command in which a setting's name is missing, or a name in braces that nothing takes the place of.

@@ -8,24 +8,34 @@ weight. A host (a toolkit, a program, your own code) says which there are (`Sett
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeGuard
 
 from torch import nn
 
-from metricopt_ext.utils.checks import check_above, check_at_least, check_finite, check_integer
+from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.words import brief, nearest
 
 Scale = Literal["linear", "log", "logit"]
-SCALES: tuple[Scale, ...] = ("linear", "log", "logit")
+
+# What a scale may hold, both bounds left out; the coordinate in which it is even, of a number, and back.
+SCALES: dict[Scale, tuple[float, float, Callable[[float], float], Callable[[float], float]]] = {
+    "linear": (-math.inf, math.inf, float, float),
+    "log": (0, math.inf, math.log, math.exp),
+    "logit": (0, 1, lambda number: math.log(number / (1 - number)), lambda at: 1 / (1 + math.exp(-at))),
+}
 
 # What a setting may be: what plain text can hold, so that any host can be told of it.
 Value = bool | int | float | str
 
 # Queries that lines and presets may take together.
 QUERIES = 10
+
+# What bounds a search of settings, and is one's own to choose.
+LIMITS = ("alone", "inference", "queries", "free", "presets")
 
 # A factor on inference time may be above the largest by rounding.
 ROUNDING = 1e-9
@@ -44,11 +54,11 @@ class Setting:
             others one by one.
         default: Its present value; in the interval, or among the values.
         inference: The factor on the model's inference time, above 0: a number for every value but the default, whose
-            factor is 1; or a function of the value.
+            factor is 1; or a function of the value, which is divided by what it is of the default.
 
     Raises:
-        ValueError: A number is out of range, or the default is none of what the setting may be.
-        TypeError: A value is neither a number nor text.
+        ValueError: A number is out of range, a value is neither a finite number nor printable text, or the default is
+            none of what the setting may be.
 
     Examples:
         >>> Setting("score_thresh", 0.01, 0.95, scale="logit", default=0.05).at(0.5)
@@ -68,51 +78,33 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if not isinstance(self.name, str) or not self.name.strip():
-            raise ValueError(f"a setting's name is {brief(self.name)}; it must be text")
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"a setting's name is {brief(self.name)}; it must be printable text")
         if self.scale not in SCALES:
             raise ValueError(f"{self.name}: scale is {brief(self.scale)}; it must be linear, log or logit")
+        low, high, (least, most, *_) = self.low, self.high, SCALES[self.scale]
         if self.values is not None:
-            self._check_values()
-        else:
-            self._check_interval()
-        if not callable(self.inference):
-            check_above(0, **{f"{self.name}: inference": self.inference})
-        if not self.holds(self.default):
-            raise ValueError(f"{self.name}: the default is {brief(self.default)}; it must be {self.said}")
-        object.__setattr__(self, "default", self.own(self.default))
+            self._check_values(self.values)
+        elif not (_is_number(low) and _is_number(high) and least < low < high < most and _is_number(high - low)):
+            raise ValueError(
+                f"{self.name} is from {brief(low)} to {brief(high)}; give values, or {least} < low < high < {most}, on"
+                f" its {self.scale} scale"
+            )
+        check_above(0, **{f"{self.name}: inference": 1.0 if callable(self.inference) else self.inference})
+        object.__setattr__(self, "default", self.own(self.default, "the default of "))
 
-    def _check_values(self) -> None:
-        values: Any = self.values
-        if self.low is not None or self.high is not None:
-            raise ValueError(f"{self.name} has values and an interval; give one of the two")
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise ValueError(f"{self.name}: values are {brief(values)}; they must be a list, in order")
-        if len(values) < 2:
-            raise ValueError(f"{self.name}: values are {brief(values)}; they must be two at least")
-        if strange := [each for each in values if not isinstance(each, bool | int | float | str)]:
-            raise TypeError(f"{self.name}: values have {brief(strange[0])}; each must be a number, True, False or text")
-        if any(isinstance(each, int | float) and not _is_finite(each) for each in values):
-            raise ValueError(f"{self.name}: values are {brief(values)}; numbers must be finite")
-        if len({(type(each) is bool, each) for each in values}) < len(values):
-            raise ValueError(f"{self.name}: values are {brief(values)}; one is there twice")
+    def _check_values(self, values: Any) -> None:
+        if {self.low, self.high} != {None} or isinstance(values, str) or not isinstance(values, Sequence):
+            raise ValueError(f"{self.name}: values are {brief(values)}; they must be a list, without low and high")
+        if strange := [each for each in values if not is_value(each)]:
+            raise ValueError(f"{self.name} has {brief(strange[0])}; it must be a finite number, bool or printable text")
+        if not 1 < len(set(map(_key, values))) == len(values):
+            raise ValueError(f"{self.name}: values are {brief(values)}; give two at least, each once")
         object.__setattr__(self, "values", tuple(values))
 
-    def _check_interval(self) -> None:
-        low, high = self.low, self.high
-        if low is None or high is None:
-            raise ValueError(f"{self.name} has neither values nor both ends of an interval")
-        if not isinstance(low, int | float) or not isinstance(high, int | float):
-            raise TypeError(f"{self.name} is from {brief(low)} to {brief(high)}; each must be an int or a float")
-        check_finite(**{f"{self.name}: low": low, f"{self.name}: high": high})
-        if not low < high:
-            raise ValueError(f"{self.name}: low is {low} and high {high}; the lower must be below the upper")
-        if not _is_finite(high - low):
-            raise ValueError(f"{self.name} is from {low} to {high}, which is too wide for a float; narrow it")
-        if self.scale == "log" and low <= 0:
-            raise ValueError(f"{self.name}: low is {low}; on a log scale it must be above 0")
-        if self.scale == "logit" and not 0 < low < high < 1:
-            raise ValueError(f"{self.name} is from {low} to {high}; on a logit scale both must be between 0 and 1")
+    @property
+    def _ends(self) -> tuple[float, float]:
+        return self.low, self.high  # type: ignore[return-value]  # of values there are none
 
     @property
     def said(self) -> str:
@@ -124,73 +116,58 @@ class Setting:
     @property
     def ordered(self) -> bool:
         """Whether its values are numbers in order."""
-        return self.values is not None and all(_is_number(each) for each in self.values)
-
-    def holds(self, value: Any) -> bool:
-        """Whether it may be a value."""
-        if self.values is not None:
-            return isinstance(value, bool | int | float | str) and any(_same(value, each) for each in self.values)
-        fits = isinstance(value, int) if self.whole else True
-        return fits and _is_number(value) and self.low <= value <= self.high
-
-    def check(self, value: Any) -> None:
-        """Refuse what it can't be.
-
-        Raises:
-            ValueError: It is out of the interval, or none of the values.
-        """
-        if not self.holds(value):
-            raise ValueError(f"{self.name} is {brief(value)}; it must be {self.said}")
-
-    def own(self, value: Any) -> Value:
-        """Return a value that it may be as one of Python's own: of several, the one that is the same."""
-        if self.values is not None:
-            return next(each for each in self.values if _same(value, each))
-        found: Value = value
-        return found
-
-    def factor(self, value: Value) -> float:
-        """Return the factor on inference time at a value.
-
-        Raises:
-            ValueError: The function gives none above 0.
-        """
-        if callable(self.inference):
-            found = self.inference(value)
-            if found is None:
-                raise ValueError(f"{self.name}: inference({value!r}) is None; it must be a number")
-            check_above(0, **{f"{self.name}: inference({value!r})": found})
-            return float(found)
-        return 1.0 if _same(value, self.default) else float(self.inference)
+        return self.values is not None and all(map(_is_number, self.values))
 
     @property
     def whole(self) -> bool:
         """Whether it is an interval of integers: both ends and the default are integers."""
         return all(isinstance(each, int) for each in (self.low, self.high, self.default))
 
+    def own(self, value: Any, what: str = "") -> Value:
+        """Return what it may be: of several values, the one that is the same.
+
+        Args:
+            value: Anything.
+            what: What it is, for messages.
+
+        Raises:
+            ValueError: It is out of the interval, or none of the values.
+        """
+        found: list[Value] = []
+        if self.values is not None:
+            found = [each for each in self.values if is_value(value) and _key(value) == _key(each)]
+        elif _is_number(value) and self._ends[0] <= value <= self._ends[1]:
+            found = [value] if isinstance(value, int) or not self.whole else []
+        if not found:
+            raise ValueError(f"{what}{self.name} is {brief(value)}; it must be {self.said}")
+        return found[0]
+
+    def factor(self, value: Value) -> float:
+        """Return how many times as long inference takes at a value as at the default.
+
+        Raises:
+            ValueError: The function gives none above 0.
+        """
+        if _key(value) == _key(self.default):
+            return 1.0
+        if not callable(self.inference):
+            return float(self.inference)
+        times = {f"{self.name}: inference({each!r})": self.inference(each) for each in (value, self.default)}
+        check_above(0, **times)
+        own, default = times.values()
+        return float(own) / float(default)
+
     def at(self, t: float) -> float:
         """Return the number at a share t of the interval, in [0, 1], on the setting's scale; rounded if it is whole."""
-        assert self.low is not None
-        assert self.high is not None
-        low, high = self._coordinate(self.low), self._coordinate(self.high)
-        number = self.low if t <= 0 else self.high if t >= 1 else self._number(low + t * (high - low))
-        return round(number) if self.whole else min(max(float(number), self.low), self.high)
+        _, _, coordinate, number = SCALES[self.scale]
+        low, high = map(coordinate, self._ends)
+        found = self._ends[0] if t <= 0 else self._ends[1] if t >= 1 else number(low + t * (high - low))
+        return round(found) if self.whole else min(max(float(found), self._ends[0]), self._ends[1])
 
     def share(self, number: float) -> float:
         """Return the share of the interval at which a number lies, in [0, 1], on the setting's scale."""
-        low, high = self._coordinate(self.low), self._coordinate(self.high)
-        return min(1.0, max(0.0, (self._coordinate(number) - low) / (high - low)))
-
-    def _coordinate(self, number: Any) -> float:
-        number = float(number)
-        if self.scale == "log":
-            return math.log(number)
-        return math.log(number / (1 - number)) if self.scale == "logit" else number
-
-    def _number(self, coordinate: float) -> float:
-        if self.scale == "log":
-            return math.exp(coordinate)
-        return 1 / (1 + math.exp(-coordinate)) if self.scale == "logit" else coordinate
+        at, low, high = map(SCALES[self.scale][2], (number, *self._ends))
+        return min(1.0, max(0.0, (at - low) / (high - low)))
 
 
 # Values by their settings' names.
@@ -210,16 +187,15 @@ class Settings:
         queries: Most metric queries for lines and presets together, at least 0.
         free: Values that cost nothing at inference and by their nature can't lower the metric: they are applied before
             the first query, at no cost.
-        presets: Candidates by name, each a few values that work together, tried after the single settings. A preset may
-            be a function of the best values so far, such as sizes around the best size.
+        presets: Candidates by name, each a few values that work together, tried after the single settings.
         set_on: ``set_on(model, values)`` permanently sets non-default values on the model, as far as its host can
             express them. It returns what else must be done, in a sentence with code, or "". None if a model can hold
             none of them.
 
     Attributes:
-        names: Of the settings, in order.
+        names: Names of the settings, in order.
         alone: Names of those that are tuned alone.
-        defaults: The values as the model is used now.
+        inference: As above, and so are ``queries``, ``free`` and ``presets``.
 
     Raises:
         ValueError: Two settings have one name, there are none, ``free`` or a preset has a setting or value that there
@@ -233,11 +209,6 @@ class Settings:
         {'k': 0.5}
     """
 
-    inference: float
-    queries: int
-    free: dict[str, Value]
-    alone: tuple[str, ...]
-
     def __init__(
         self,
         settings: Sequence[Setting],
@@ -247,193 +218,101 @@ class Settings:
         inference: float = 1.0,
         queries: int = QUERIES,
         free: Values | None = None,
-        presets: Mapping[str, Values | Callable[[dict[str, Value]], Values]] | None = None,
+        presets: Mapping[str, Values] | None = None,
         set_on: Callable[[Any, dict[str, Value]], str] | None = None,
     ) -> None:
-        if isinstance(settings, Setting | str | Mapping) or not isinstance(settings, Iterable):
-            raise ValueError(f"settings are {brief(settings)}; they must be a list of Setting(...)")
-        settings = list(settings)
-        if strange := [each for each in settings if not isinstance(each, Setting)]:
-            raise ValueError(f"settings have {brief(strange[0])}; each must be a Setting(...)")
-        self._settings = {each.name: each for each in settings}
-        if not settings:
-            raise ValueError("there are no settings; give one at least")
-        if len(self._settings) < len(settings):
-            names = [each.name for each in settings]
-            raise ValueError(f"settings are {', '.join(names)}; two have one name")
-        if not callable(apply):
-            raise ValueError(f"apply is {brief(apply)}; it must be a function of the values, a context manager")
+        known = settings if isinstance(settings, Sequence) else ()
+        self._settings = {each.name: each for each in known if isinstance(each, Setting)}
+        if not known or len(self._settings) < len(known):
+            raise ValueError(f"settings are {brief(settings)}; they must be a list of Setting(...) of different names")
+        self.names, self._apply, self._set_on = tuple(self._settings), apply, set_on
+        self._limit(self.names if alone is None else alone, inference, queries, free or {}, presets or {})
+
+    def _limit(
+        self, alone: Sequence[str], inference: float, queries: int, free: Values, presets: Mapping[str, Values]
+    ) -> None:
         check_at_least(1, inference=inference)
         check_integer(0, queries=queries)
-        self.inference, self.queries = inference, queries
-        for name, given in (("free", free), ("presets", presets)):
-            if given is not None and not isinstance(given, Mapping):
-                raise ValueError(f"{name} is {brief(given)}; it must be a dict by name")
-        self._apply, self._presets = apply, dict(presets or {})
-        self._takes_model, self._set_on = takes(apply, "model"), set_on
-        self.alone = self.names if alone is None else self._named(alone)
-        self.check(free or {})
-        self.free = {name: self._settings[name].own(value) for name, value in (free or {}).items()}
-        for name in self._presets:
-            self.preset(name, self.first)
-        self._check_free()
-
-    def _check_free(self) -> None:
-        if not self.affords(self.first):
+        self.alone = tuple(self[name].name for name in dict.fromkeys(alone))
+        self.inference, self.queries, self.presets = inference, queries, dict(presets)
+        self.free = {name: value for name, value in self.complete(free).items() if name in free}
+        for name in presets:
+            self.preset(name, {})
+        if not self.affords(free):
             raise ValueError(
-                f"free is {self.free}, by which inference takes {self.factor(self.first):g} times as long, and it may"
-                f" take {self.inference:g} times; what is free costs nothing: make it a preset"
+                f"free is {free} and takes inference {self.factor(free):g} times as long; make it a preset"
             )
 
-    def limited(self, *, inference: float | None = None, queries: int | None = None, free: bool = True) -> "Settings":
+    def limited(self, **limits: Any) -> Self:
         """Return the same settings within other limits.
 
         Args:
-            inference: The largest factor on inference time, at least 1; None for what it was.
-            queries: Metric queries for lines and presets together, at least 0; None for what it was.
-            free: Whether what is free is put to use.
+            limits: ``alone``, ``inference``, ``queries``, ``free`` or ``presets``, as of a new one; others stay.
 
         Raises:
-            ValueError: A number is out of range.
+            ValueError: As from a new one.
         """
-        check_at_least(1, inference=inference)
-        check_integer(0, queries=self.queries if queries is None else queries)
         other = copy.copy(self)
-        other.inference = self.inference if inference is None else inference
-        other.queries = self.queries if queries is None else queries
-        other.free = self.free if free else {}
-        other._check_free()
+        other._limit(**{name: getattr(self, name) for name in LIMITS} | limits)
         return other
 
-    def only(self, names: Sequence[str]) -> "Settings":
-        """Return some of the settings, in another order; the others keep their defaults. All if no name is given.
-
-        Presets that need another setting are left out.
+    def only(self, names: Sequence[str]) -> Self:
+        """Return settings of which these alone are tuned, one by one in this order and by presets of them.
 
         Raises:
             ValueError: There is no such setting.
         """
-        if not names:
-            return self
-        names = self._named(names)
-        other, apply, left_out = copy.copy(self), self._apply, {**self.defaults}
-        other._settings = {name: self._settings[name] for name in names}
-        other._presets = {
-            name: each
-            for name, each in self._presets.items()
-            if set(names) >= set(each(self.defaults) if callable(each) else each)
-        }
-        other.free = {name: value for name, value in self.free.items() if name in names}
-        other.alone = names
-        other._apply = lambda values, **more: apply({**left_out, **values}, **more)
-        return other
-
-    def without_presets(self) -> "Settings":
-        """Return the same settings without presets: each is tuned alone."""
-        other = copy.copy(self)
-        other._presets = {}
-        return other
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The settings' names, in order."""
-        return tuple(self._settings)
-
-    @property
-    def presets(self) -> tuple[str, ...]:
-        """The presets' names, in order."""
-        return tuple(self._presets)
+        presets = {name: values for name, values in self.presets.items() if set(values) <= set(names)}
+        return self.limited(alone=names, presets=presets)
 
     @property
     def defaults(self) -> dict[str, Value]:
         """The values as the model is used now."""
-        return {name: each.default for name, each in self._settings.items()}
-
-    def __getitem__(self, name: str) -> Setting:
-        """Return a setting by its name."""
-        return self._settings[name]
-
-    def check(self, values: Values) -> None:
-        """Refuse values of settings that there are not, or that these can't be.
-
-        Raises:
-            ValueError: There is one.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"values of settings are {brief(values)}; they must be a dict by name")
-        self._check_names(values)
-        for name, value in values.items():
-            self._settings[name].check(value)
-
-    def _named(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return names of settings that there are, each once."""
-        if isinstance(names, str):
-            raise ValueError(f"names of settings are {names!r}; they must be a list, [{names!r}]")
-        self._check_names(names)
-        return tuple(dict.fromkeys(names))
-
-    def _check_names(self, names: Iterable[str]) -> None:
-        if unknown := [name for name in names if name not in self._settings]:
-            raise ValueError(f"there is no setting {brief(unknown[0])}{nearest(str(unknown[0]), list(self.names))}")
-
-    def complete(self, values: Values) -> dict[str, Value]:
-        """Return a value for every setting: the given ones, and else the defaults.
-
-        Raises:
-            ValueError: As from `check`.
-        """
-        self.check(values)
-        return {name: each.own(values.get(name, each.default)) for name, each in self._settings.items()}
-
-    def preset(self, name: str, values: Values) -> dict[str, Value]:
-        """Return the values of a preset, put on others that were best so far.
-
-        Raises:
-            ValueError: A function that stands for it gave what a setting can't be.
-        """
-        preset, values = self._presets[name], self.complete(values)
-        try:
-            given = preset(dict(values)) if callable(preset) else preset
-            self.check(given)
-            return self.complete({**values, **given})
-        except ValueError as error:
-            raise ValueError(f"preset {name!r}: {error}") from error
-
-    def factor(self, values: Values) -> float:
-        """Return the factor on inference time of values beside the defaults', the product of the settings' own."""
-        complete = self.complete(values)
-        return math.prod(
-            each.factor(complete[name]) / each.factor(each.default) for name, each in self._settings.items()
-        )
-
-    def rows(self, values: Values) -> dict[str, dict[str, Value | None]]:
-        """Return what ``inference.yaml`` has of each setting (`save_inference`): its value, default and factor.
-
-        Raises:
-            ValueError: As from `check`.
-        """
-        complete = self.complete(values)
-        return {
-            name: {
-                "value": complete[name],
-                "default": each.default,
-                "factor": each.factor(complete[name]) / each.factor(each.default),
-            }
-            for name, each in self._settings.items()
-        }
-
-    def changed(self, values: Values) -> dict[str, Value]:
-        """Return the values that are not the defaults."""
-        return {name: each for name, each in self.complete(values).items() if not _same(each, self[name].default)}
-
-    def affords(self, values: Values) -> bool:
-        """Whether values take no more inference time than may be taken."""
-        return self.factor(values) <= self.inference * (1 + ROUNDING)
+        return self.complete({})
 
     @property
     def first(self) -> dict[str, Value]:
         """The values that a run begins with: the defaults, and what is free."""
         return self.complete(self.free)
+
+    def __getitem__(self, name: str) -> Setting:
+        """Return a setting by its name.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        if name not in self._settings:
+            raise ValueError(f"there is no setting {brief(name)}{nearest(str(name), list(self.names))}")
+        return self._settings[name]
+
+    def complete(self, values: Values) -> dict[str, Value]:
+        """Return a value for every setting: the given ones, and else the defaults.
+
+        Raises:
+            ValueError: There is no such setting, or it can't have this value.
+        """
+        given = {name: self[name].own(value) for name, value in values.items()}
+        return {name: given.get(name, each.default) for name, each in self._settings.items()}
+
+    def check(self, values: Values) -> None:
+        """Refuse values as `complete` does."""
+        self.complete(values)
+
+    def preset(self, name: str, values: Values) -> dict[str, Value]:
+        """Return the values of a preset, put on others that were best so far."""
+        return self.complete({**values, **self.presets[name]})
+
+    def factor(self, values: Values) -> float:
+        """Return the factor on inference time of values beside the defaults', the product of the settings' own."""
+        return math.prod(self[name].factor(value) for name, value in self.complete(values).items())
+
+    def affords(self, values: Values) -> bool:
+        """Whether values take no more inference time than may be taken."""
+        return self.factor(values) <= self.inference * (1 + ROUNDING)
+
+    def changed(self, values: Values) -> dict[str, Value]:
+        """Return the values that are not the defaults."""
+        return {name: each for name, each in self.complete(values).items() if each != self[name].default}
 
     @contextmanager
     def applied(self, values: Values, model: nn.Module | None = None) -> Iterator[dict[str, Value]]:
@@ -444,17 +323,14 @@ class Settings:
             model: The model that acts, for an ``apply`` that takes one.
 
         Raises:
-            ValueError: As from `check`.
+            ValueError: As from `complete`.
             TypeError: ``apply`` returns no context manager.
         """
         complete = self.complete(values)
-        more = {"model": model} if self._takes_model and model is not None else {}
+        more = {"model": model} if model is not None and takes(self._apply, "model") else {}
         acting = self._apply(dict(complete), **more)
-        if not hasattr(acting, "__enter__") or not hasattr(acting, "__exit__"):
-            raise TypeError(
-                f"apply returned {brief(acting)}; it must return a context manager: let it yield once, below"
-                " @contextlib.contextmanager"
-            )
+        if not isinstance(acting, AbstractContextManager):
+            raise TypeError(f"apply returned {brief(acting)}; have it yield once, below @contextlib.contextmanager")
         with acting:
             yield complete
 
@@ -472,7 +348,7 @@ class Settings:
             What has to be done besides, in a sentence with code; empty where nothing must be.
 
         Raises:
-            ValueError: As from `check`, or they were set before.
+            ValueError: As from `complete`, or they were set before.
         """
         changed = {name: value for name, value in self.changed(values).items() if self.free.get(name) != value}
         if not changed:
@@ -487,11 +363,8 @@ class Settings:
         known = self._settings.values()
         return {
             "settings": [[each.name, each.low, each.high, each.scale, each.values, each.default] for each in known],
-            "alone": self.alone,
-            "free": self.free,
-            "presets": [[name, *([] if callable(each) else [each])] for name, each in self._presets.items()],
-            "inference": self.inference,
-            "queries": self.queries,
+            **{name: getattr(self, name) for name in LIMITS},
+            "presets": list(self.presets.items()),  # in their order
         }
 
 
@@ -501,33 +374,31 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of a name."""
-    return _parameter(function, name) is not None
+    return name in _parameters(function)
 
 
 def needs(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of a name, without a default."""
-    found = _parameter(function, name)
-    return found is not None and found.default is found.empty
+    return takes(function, name) and _parameters(function)[name].default is inspect.Parameter.empty
 
 
-def _parameter(function: Callable[..., Any], name: str) -> inspect.Parameter | None:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(function).parameters.get(name)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
-        return None
+        return {}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
+def is_value(value: Any) -> TypeGuard[Value]:
+    """Whether it is what a setting may be: a finite number, True, False or printable text."""
+    return _is_number(value) or isinstance(value, bool) or (isinstance(value, str) and value.isprintable())
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same; True is not 1."""
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+def _key(value: Value) -> tuple[bool, Value]:
+    """Return what is the same for values that are; True is not 1."""
+    return isinstance(value, bool), value

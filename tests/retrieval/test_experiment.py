@@ -78,14 +78,14 @@ def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: P
         def say(self, line: str) -> None:
             lines.append(line)
 
-    def names(*overrides: str) -> tuple[str, ...]:
+    def tuned(*overrides: str) -> tuple[str, ...]:
         tiny = [*TINY, "data.fractions=[0.3,0.2,0.5]", "seed=3", *overrides]
         config = load_config(RetrievalConfig, DIGITS, tiny)
-        return RetrievalExperiment(config, tmp_path / str(len(lines)), 3, Saying()).settings.names
+        return RetrievalExperiment(config, tmp_path / str(len(lines)), 3, Saying()).settings.alone
 
-    assert "whitening" in names()
+    assert "whitening" in tuned()
     assert not any("whitening" in line for line in lines)
-    assert names("model.embedding=400") == ("augmentation",)
+    assert tuned("model.embedding=400") == ("augmentation",)
     assert [line for line in lines if "whitening" in line and "too few for 400 dimensions" in line]
 
 

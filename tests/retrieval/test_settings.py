@@ -123,7 +123,10 @@ def test_what_a_metric_can_t_be_judged_by_is_refused() -> None:
     metric = build_metric(MetricConfig("r_precision"), Split(x, y))
     assert retrieval_settings(metric, whiten_on=x).names == ("whitening",)
     queries = build_metric(MetricConfig("r_precision"), Split(x, y), queries=torch.arange(N) < 40)
-    assert retrieval_settings(queries, whiten_on=x).presets == ("augmentation_4", "augmentation_8")
+    assert retrieval_settings(queries, whiten_on=x).presets == {
+        "augmentation_4": {"augmentation": 4},
+        "augmentation_8": {"augmentation": 8},
+    }
     assert_refused(
         lambda: retrieval_settings(mo.Metric(lambda model: 0.5, maximize=True), whiten_on=x),
         ValueError,
@@ -224,7 +227,7 @@ def test_a_tester_s_metric(gallery: bool) -> None:
     )
     plain = task.metric.evaluate(trunk, "test")
     settings = retrieval_settings(task.metric, whiten_on=data["train"])
-    assert (settings.names, settings.presets) == (("whitening",), ())
+    assert (settings.names, settings.presets) == (("whitening",), {})
     for _ in range(2):
         with settings.applied({"whitening": 0.5}):
             found = task.metric.evaluate(trunk, "test")
