@@ -323,7 +323,6 @@ def report(
     from metricopt_ext.experiment.style import print_table, print_written
     from metricopt_ext.methods.constrained import besides
     from metricopt_ext.utils.files import write_json
-    from metricopt_ext.utils.program import filled
     from metricopt_ext.utils.versions import versions
     from metricopt_ext.utils.words import decimals
 
@@ -357,7 +356,7 @@ def report(
     }
     written = [arguments.output_dir / "report.json", arguments.output_dir / LOG, arguments.output]
     if first is not None and settings is not None:
-        command = shlex.join(filled(one.score.words, {CHECKPOINT: str(arguments.output), TRIAL: "tuned"}))
+        command = shlex.join(one.score.command({CHECKPOINT: str(arguments.output), TRIAL: "tuned"}))
         content |= {"settings first": told_of_settings(settings, first), "command": command}
         written.insert(2, arguments.output_dir / INFERENCE)
         save_inference(written[2], settings, first.values, factors=False)

@@ -53,7 +53,6 @@ from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.program_score import TRIAL, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
 from metricopt_ext.utils.files import write_json
-from metricopt_ext.utils.program import filled
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted, decimals, duration
 
@@ -136,7 +135,7 @@ def report(arguments: argparse.Namespace, scores: Scores, tuned: SettingsOutcome
     """Write and print what was found; returns the report."""
     settings = scores.settings
     assert settings is not None  # --setting is required
-    command = shlex.join(filled(scores.score.at(settings.texts(tuned.values)).words, {TRIAL: "tuned"}))
+    command = shlex.join(scores.at(tuned.values)[0].command({TRIAL: "tuned"}))
     content = {
         "task": "settings",
         "metric": {"name": "score", "maximize": not arguments.minimize},

@@ -4,6 +4,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from metricopt_ext.methods.guard import Guard
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.constraints import parse_constraints
 from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
-from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings, check_misspelt
+from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings, check_braces
 from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
 from metricopt_ext.utils.words import brief
@@ -120,7 +121,7 @@ class Scores(NamedTuple):
         if self.settings is None:
             return self.score, self.holdout
         texts = self.settings.texts(values)
-        return self.score.at(texts), self.holdout and self.holdout.at(texts)
+        return replace(self.score, settings=texts), self.holdout and replace(self.holdout, settings=texts)
 
 
 def read_scores(
@@ -159,10 +160,7 @@ def read_scores(
 
     def score(command: str, switch: str) -> ProgramScore:
         words = command_words(command, switch, needed=needed)
-        if settings is not None:
-            settings.check_command(words, switch, [*needed, TRIAL])
-        else:
-            check_misspelt(words, switch, [*needed, TRIAL])
+        check_braces(words, switch, settings.names if settings else (), [*needed, TRIAL])
         if shutil.which(words[0]) is None:
             raise ConfigError(f"{switch}: there is no program {words[0]!r}")
         both = (halves[0], halves[1]) if halves and switch == "--score" else None

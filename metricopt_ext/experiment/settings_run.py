@@ -342,6 +342,6 @@ class SettingsRun(ProgramRun):
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: int | str, values: Values) -> Score | Failed:
         """Score settings; any thread may call it."""
-        return score.at(self.settings.texts(values))(
+        return replace(score, settings=self.settings.texts(values))(
             programs, self.checkpoint, f"{self.prefix}{trial}", self.log(trial)
         )
