@@ -16,7 +16,7 @@ from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.constraints import parse_constraints
-from metricopt_ext.tasks.program_score import TRIAL, Printed, ProgramScore, Written
+from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL, Printed, ProgramScore, Written
 from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings, check_braces
 from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
@@ -148,8 +148,8 @@ def read_scores(
     number = Printed(arguments.parse, "--parse") if printed else Written(arguments.parse_json, "--parse-json")
     also = _also(arguments.also, Printed if printed else Written)
     subject_to = _subject_to(arguments.subject_to, also)
-    for place, each in zip((arguments.parse_json, *arguments.also), (number, *also.values()), strict=True):
-        if arguments.jobs > 1 and isinstance(each, Written) and each.shared:
+    for place in () if printed else (arguments.parse_json, *arguments.also):
+        if arguments.jobs > 1 and not any(f"{{{name}}}" in place for name in (CHECKPOINT, TRIAL)):
             raise ConfigError(f"--jobs {arguments.jobs}: all would write {place}; put {{trial}} in its name")
     halves = [Printed(each, "--halves") for each in arguments.halves or ()]
     if arguments.default and not arguments.setting:

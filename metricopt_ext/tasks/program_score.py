@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.utils.files import parse_json
@@ -48,9 +48,6 @@ class Failed:
     reason: str
 
 
-Reading: TypeAlias = Callable[[Ended], float]  # raises a MetricError
-
-
 class Printed:
     """The number of the last match of a regular expression, in the standard output or else in the error stream.
 
@@ -64,14 +61,13 @@ class Printed:
 
     def __init__(self, pattern: str, switch: str) -> None:
         try:
-            self._pattern = re.compile(pattern, re.MULTILINE)
+            self._pattern, self._switch = re.compile(pattern, re.MULTILINE), switch
         except re.error as error:
             raise ConfigError(f"{switch} {brief(pattern)} is no regular expression: {error}") from error
         if not self._pattern.groups:
             raise ConfigError(f"{switch} {brief(pattern)} has no group; put the number in one, e.g. 'AP50: ([0-9.]+)'")
-        self._switch = switch
 
-    def reading(self, values: Mapping[str, str]) -> Reading:
+    def reading(self, values: Mapping[str, str]) -> Callable[[Ended], float]:
         """Return what reads the number once the program that is about to be run has ended."""
         return self.read
 
@@ -129,12 +125,7 @@ class Written:
         if not (self._file and colon and self._key):
             raise ConfigError(f"{switch} {brief(place)}: it must be FILE:KEY, e.g. 'out/metrics.json:bbox.AP50'")
 
-    @property
-    def shared(self) -> bool:
-        """Whether the programs of all trials write the same file."""
-        return all(f"{{{name}}}" not in self._file for name in (CHECKPOINT, TRIAL))
-
-    def reading(self, values: Mapping[str, str]) -> Reading:
+    def reading(self, values: Mapping[str, str]) -> Callable[[Ended], float]:
         """Return what reads the number once the program that is about to be run has ended.
 
         Args:

@@ -12,10 +12,9 @@ from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL
 from metricopt_ext.tasks.settings import QUERIES, Setting, Settings, Value, Values
 from metricopt_ext.utils.words import brief, nearest
 
-INTEGER = re.compile(r"[-+]?\d+")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 NAME = r"[A-Za-z_][\w-]*"
-NAMED = re.compile(rf"({NAME})=([^{{}}]+)")
+NAMED = re.compile(rf"(?!(?:{CHECKPOINT}|{TRIAL})=)({NAME})=([^{{}}]+)")
 
 # A name in braces, which a shell's ${NAME} is not.
 PLACEHOLDER = re.compile(rf"(?<!\$)\{{({NAME})\}}")
@@ -68,7 +67,7 @@ class ProgramSettings(Settings):
             settings = [self._setting(name, text, *([known[name]] if name in known else [])) for name, text in given]
             super().__init__(settings, lambda values: nullcontext(), queries=queries)
         except ValueError as error:
-            raise ConfigError(f"--setting {' '.join(specs)}: {error}") from error
+            raise ConfigError(f"--setting {' '.join(specs)}: {error}; each is NAME={FORMS}") from error
         if len(known) < len(defaults) or not set(known) <= set(self.names):
             raise ConfigError(f"--default {' '.join(defaults)}: give one for each --setting, {', '.join(self.names)}")
         self.assumed = tuple(name for name in self.names if name not in known)
@@ -88,10 +87,9 @@ class ProgramSettings(Settings):
         Raises:
             ValueError: A value is none that its setting may have.
         """
-        return {
-            name: self._texts.get((name, value)) or (f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value))
-            for name, value in self.complete(values).items()
-        }
+        found = self.complete(values).items()
+        told = {name: f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value) for name, value in found}
+        return {name: self._texts.get((name, value), told[name]) for name, value in found}
 
 
 def check_braces(words: Sequence[str], switch: str, settings: Sequence[str], others: Sequence[str] = (TRIAL,)) -> None:
@@ -111,19 +109,15 @@ def check_braces(words: Sequence[str], switch: str, settings: Sequence[str], oth
     found, known = [name for word in words for name in PLACEHOLDER.findall(word)], [*settings, *others]
     like = partial(get_close_matches, possibilities=known, cutoff=0.75)
     if unknown := [name for name in found if name not in known and (settings or like(name.lower()))]:
-        raise ConfigError(
-            f"{switch} has {{{unknown[0]}}}, which nothing fills; add --setting {unknown[0]}=..., or write"
-            f" {{ {unknown[0]} }} if the program needs the braces{nearest(unknown[0], known)}"
-        )
+        unfilled = f"{switch} has {{{unknown[0]}}}, which nothing fills{nearest(unknown[0], known)}"
+        raise ConfigError(f"{unfilled}; add --setting {unknown[0]}=..., or blanks inside of the program's own braces")
     if missing := [name for name in settings if name not in found]:
         raise ConfigError(f"{switch} has no {{{missing[0]}}}; put it where the program takes --setting {missing[0]}")
 
 
 def _of_interval(name: str, parts: Sequence[str], default: str | None = None) -> Setting:
-    if len(parts) not in (2, 3):
-        raise ValueError(f"it must be {FORMS}")
     ends: list[Any] = [_read(each) for each in parts[:2]]
-    scale: Any = parts[2] if len(parts) == 3 else "linear"
+    scale: Any = ":".join(parts[2:]) or "linear"
     made = partial(_Told, name, *ends, scale=scale)
     # An end is a default that any interval takes; of integers, the middle is one too.
     found = made(default=made(default=ends[0]).at(0.5) if default is None else _read(default))
@@ -146,14 +140,12 @@ def _named(text: str, switch: str, form: str) -> tuple[str, str]:
         ConfigError: It is something else.
     """
     if not (match := NAMED.fullmatch(text)):
-        raise ConfigError(f"{switch} {brief(text)}: it must be NAME={form}, a NAME of letters, digits, _ and -")
-    if match[1] in (CHECKPOINT, TRIAL):
-        raise ConfigError(f"{switch} {brief(text)}: {{{match[1]}}} is tune-checkpoint's own; use another name")
+        raise ConfigError(f"{switch} {brief(text)}: it must be NAME={form}, not braces, {{checkpoint}} or {{trial}}")
     return match[1], match[2]
 
 
 def _read(text: str) -> int | float | str:
     """Return the number that a text is, or the text."""
-    if INTEGER.fullmatch(text):
-        return int(text)
-    return float(text) if NUMBER.fullmatch(text) else text
+    if not NUMBER.fullmatch(text):
+        return text
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)

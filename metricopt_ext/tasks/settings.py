@@ -10,11 +10,9 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, TypeGuard
-
-from torch import nn
 
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.words import brief, nearest
@@ -36,9 +34,6 @@ QUERIES = 10
 
 # What bounds a search of settings, and is one's own to choose.
 LIMITS = ("alone", "inference", "queries", "free", "presets")
-
-# A factor on inference time may be above the largest by rounding.
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -86,10 +81,8 @@ class Setting:
         if self.values is not None:
             self._check_values(self.values)
         elif not (_is_number(low) and _is_number(high) and least < low < high < most and _is_number(high - low)):
-            raise ValueError(
-                f"{self.name} is from {brief(low)} to {brief(high)}; give values, or {least} < low < high < {most}, on"
-                f" its {self.scale} scale"
-            )
+            limits = f"{least} < low < high < {most}"
+            raise ValueError(f"{self.name} is from {brief(low)} to {brief(high)}; its scale needs {limits}, or values")
         check_above(0, **{f"{self.name}: inference": 1.0 if callable(self.inference) else self.inference})
         object.__setattr__(self, "default", self.own(self.default, "the default of "))
 
@@ -133,11 +126,11 @@ class Setting:
         Raises:
             ValueError: It is out of the interval, or none of the values.
         """
-        found: list[Value] = []
         if self.values is not None:
             found = [each for each in self.values if is_value(value) and _key(value) == _key(each)]
-        elif _is_number(value) and self._ends[0] <= value <= self._ends[1]:
-            found = [value] if isinstance(value, int) or not self.whole else []
+        else:
+            fits = _is_number(value) and self._ends[0] <= value <= self._ends[1]
+            found = [value] if fits and (isinstance(value, int) or not self.whole) else []
         if not found:
             raise ValueError(f"{what}{self.name} is {brief(value)}; it must be {self.said}")
         return found[0]
@@ -170,8 +163,9 @@ class Setting:
         return min(1.0, max(0.0, (at - low) / (high - low)))
 
 
-# Values by their settings' names.
+# Values by their settings' names, and several of these by a name of their own.
 Values = Mapping[str, Value]
+Presets = Mapping[str, Values]
 
 
 class Settings:
@@ -218,19 +212,16 @@ class Settings:
         inference: float = 1.0,
         queries: int = QUERIES,
         free: Values | None = None,
-        presets: Mapping[str, Values] | None = None,
+        presets: Presets | None = None,
         set_on: Callable[[Any, dict[str, Value]], str] | None = None,
     ) -> None:
-        known = settings if isinstance(settings, Sequence) else ()
-        self._settings = {each.name: each for each in known if isinstance(each, Setting)}
-        if not known or len(self._settings) < len(known):
+        self._settings = {each.name: each for each in settings if isinstance(each, Setting)}
+        if not settings or len(self._settings) < len(settings):
             raise ValueError(f"settings are {brief(settings)}; they must be a list of Setting(...) of different names")
         self.names, self._apply, self._set_on = tuple(self._settings), apply, set_on
         self._limit(self.names if alone is None else alone, inference, queries, free or {}, presets or {})
 
-    def _limit(
-        self, alone: Sequence[str], inference: float, queries: int, free: Values, presets: Mapping[str, Values]
-    ) -> None:
+    def _limit(self, alone: Sequence[str], inference: float, queries: int, free: Values, presets: Presets) -> None:
         check_at_least(1, inference=inference)
         check_integer(0, queries=queries)
         self.alone = tuple(self[name].name for name in dict.fromkeys(alone))
@@ -239,9 +230,7 @@ class Settings:
         for name in presets:
             self.preset(name, {})
         if not self.affords(free):
-            raise ValueError(
-                f"free is {free} and takes inference {self.factor(free):g} times as long; make it a preset"
-            )
+            raise ValueError(f"free is {free}, at {self.factor(free):g} times the inference; make it a preset")
 
     def limited(self, **limits: Any) -> Self:
         """Return the same settings within other limits.
@@ -308,19 +297,19 @@ class Settings:
 
     def affords(self, values: Values) -> bool:
         """Whether values take no more inference time than may be taken."""
-        return self.factor(values) <= self.inference * (1 + ROUNDING)
+        return self.factor(values) <= self.inference * (1 + 1e-9)  # which rounding may add
 
     def changed(self, values: Values) -> dict[str, Value]:
         """Return the values that are not the defaults."""
         return {name: each for name, each in self.complete(values).items() if each != self[name].default}
 
     @contextmanager
-    def applied(self, values: Values, model: nn.Module | None = None) -> Iterator[dict[str, Value]]:
+    def applied(self, values: Values, model: Any = None) -> Iterator[dict[str, Value]]:
         """Apply values to the model and its post-processing inside the ``with`` block; yields one for every setting.
 
         Args:
             values: Values by name; the others are the defaults.
-            model: The model that acts, for an ``apply`` that takes one.
+            model: The model that acts, an ``nn.Module``, for an ``apply`` that takes one.
 
         Raises:
             ValueError: As from `complete`.
@@ -383,10 +372,9 @@ def needs(function: Callable[..., Any], name: str) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
+    with suppress(TypeError, ValueError):  # a builtin without a signature
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return {}
+    return {}
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

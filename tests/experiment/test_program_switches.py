@@ -56,7 +56,7 @@ def test_other_numbers_and_their_limits() -> None:
     ("words", "message"),
     [
         (["--dim", "0"], "--dim 0: it must be at least 1"),
-        (["--score", "echo {checkpoint} {Trail}"], "braces; did you mean ['trial']?"),
+        (["--score", "echo {checkpoint} {Trail}"], "has {Trail}, which nothing fills; did you mean ['trial']?"),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),
         (["--score", "echo {checkpoint}", "--holdout", "echo  '{checkpoint}'"], "is --score itself, which the search"),
         (["--also", "score=(.)"], "--also 'score=(.)': there is a 'score'"),

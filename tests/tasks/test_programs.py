@@ -101,8 +101,6 @@ def test_the_number_that_is_written(
 def test_what_an_earlier_run_wrote_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = Written("7.json:a", "--parse-json")
-    assert place.shared
-    assert not Written("{trial}.json:a", "--parse-json").shared
     assert scored("", place, tmp_path) == Failed("the program wrote no 7.json")
     (tmp_path / "7.json").write_text(json.dumps({"a": 1}))
     assert scored("", place, tmp_path) == Failed("the program wrote no 7.json, which is of an earlier run")
@@ -230,6 +228,9 @@ def test_the_text_is_what_was_written_or_a_number_of_ten_digits() -> None:
     assert settings.texts({"v": 2.0, "s": 10, "t": 0.001, "m": "1"}) == {"v": "2.00", "s": "010", "t": "1e-3", "m": "1"}
     assert settings.texts({"t": 0.30000000000000004, "s": 500})["t"] == "0.3"
     assert settings.texts({"t": 1 / 3})["t"] == "0.3333333333"
+    third = (1 / 3 - 0.001) / 0.499
+    assert settings["t"].at(third) == 0.3333333333  # what the program is told
+    assert [settings.texts({"t": settings["t"].at(t)})["t"] for t in (0, third, 1)] == ["1e-3", "0.3333333333", "0.50"]
     assert_refused(lambda: settings.texts({"s": 501}), ValueError, "501", "10", "500")
 
 
@@ -269,7 +270,7 @@ def test_names_in_braces_are_all_filled_and_all_there() -> None:
         "--score",
         "{iou}",
         "--setting",
-        "{ iou }",
+        "blanks",
     )
     assert_refused(lambda: check_braces(["run", "{nms}"], "--holdout", names), ConfigError, "--holdout", "{size}")
     assert_refused(lambda: check_braces(["run", "{Trail}"], "--score", []), ConfigError, "{Trail}", "trial")

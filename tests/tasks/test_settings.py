@@ -223,7 +223,7 @@ def test_what_is_no_setting_is_refused(arguments: dict[str, Any], error: Any, na
     [
         ({"settings": [SIZE, SIZE]}, ("settings",)),
         ({"settings": []}, ("settings",)),
-        ({"settings": SIZE}, ("settings",)),
+        ({"settings": ["size"]}, ("settings", "'size'")),
         ({"alone": ["sise"]}, ("sise", "size")),
     ],
 )
