@@ -218,15 +218,18 @@ class Settings:
         self._settings = {each.name: each for each in settings if isinstance(each, Setting)}
         if not settings or len(self._settings) < len(settings):
             raise ValueError(f"settings are {brief(settings)}; they must be a list of Setting(...) of different names")
-        self.names, self._apply, self._set_on = tuple(self._settings), apply, set_on
+        self.names: tuple[str, ...] = tuple(self._settings)
+        self._apply, self._set_on = apply, set_on
         self._limit(self.names if alone is None else alone, inference, queries, free or {}, presets or {})
 
     def _limit(self, alone: Sequence[str], inference: float, queries: int, free: Values, presets: Presets) -> None:
         check_at_least(1, inference=inference)
         check_integer(0, queries=queries)
-        self.alone = tuple(self[name].name for name in dict.fromkeys(alone))
-        self.inference, self.queries, self.presets = inference, queries, dict(presets)
-        self.free = {name: value for name, value in self.complete(free).items() if name in free}
+        self.alone: tuple[str, ...] = tuple(self[name].name for name in dict.fromkeys(alone))
+        self.inference: float = inference
+        self.queries: int = queries
+        self.presets: dict[str, Values] = dict(presets)
+        self.free: dict[str, Value] = {name: value for name, value in self.complete(free).items() if name in free}
         for name in presets:
             self.preset(name, {})
         if not self.affords(free):
