@@ -82,7 +82,7 @@ def searched(adapter: mo.Adapter, inputs: dict[str, Tensor]) -> mo.Result:
         batches=mo.DatasetBatches(rows, 4),
         metric=mo.Metric(accuracy, maximize=True),
     )
-    assert task.population == 1
+    assert task.at_once == 1
     return mo.optimize_metric(task, queries=10, callback=mo.Callback())
 
 
@@ -159,6 +159,6 @@ def test_a_recurrent_classifier(kind: Callable[..., nn.Module], tmp_path: Path) 
         batches=mo.TensorBatches(x, y, batch_size=8),
         metric=mo.Metric(accuracy, maximize=True),
     )
-    assert task.population == 1
+    assert task.at_once == 1
     result = mo.optimize_metric(task, queries=16, callback=mo.Callback())
     assert result.after == pytest.approx(accuracy(adapter.merge()))

@@ -87,7 +87,7 @@ class RunConfig:
     # soup_prior (the same with that besides).
     starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
-    population: int | None = None  # tasks computed together; null: as many of 1, 4, 16, 32 as fit, if it can be
+    population: int | None = None  # tasks computed together; null: 16 if that can be done, else 1
     # Further methods to run, whose queries come on top. What a user could do instead: loss_finetune_best, guided_es and
     # cma_es; for classifiers threshold, class_offsets and logit_adjustment_tuned, or with several labels
     # label_thresholds. The others bring a section. settings: MetricOpt tunes inference before phi, where the task has

@@ -20,7 +20,7 @@ from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
-from metricopt_ext.methods.run_folder import RunFolder, settled
+from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy, sized
@@ -189,7 +189,6 @@ class Search:
             task.check_loss(seed, 2)
         others = {name: start for name, start in candidates.items() if name != "start"}
         identity = identity_of(strategy, task, others, seed=seed, size={} if strategy.anytime else size)
-        task = settled(task, identity, output_dir)
         self.folder: RunFolder = RunFolder(output_dir, identity)
         self.task: FinetuneTask = task
         self.strategy: SearchStrategy = strategy

@@ -97,7 +97,7 @@ def assess(
     kept = output_dir is not None or distributed.several()
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:
-        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
+        folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         run.enter_context(task.adapter.applied(Start(task.origin())))
         run.enter_context(task.keeping_weights())
         on_file = folder.log(task.metric)

@@ -14,7 +14,7 @@ from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder, settled
+from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder
 from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
@@ -24,7 +24,6 @@ from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
-from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
@@ -120,7 +119,7 @@ def optimize_metric(
     if kept and holdout is not None:
         identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
     with ExitStack() as run:
-        task, folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
+        folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         base = run.enter_context(ExitStack())
         base.enter_context(task.adapter.applied(Start(task.origin())))
         base.enter_context(task.keeping_weights())
@@ -162,8 +161,8 @@ def taken(
     output_dir: str | Path | None,
     resume: bool,
     callback: Callback | None,
-) -> Iterator[tuple[FinetuneTask, RunFolder, Callback]]:
-    """Take a run's folder and callback, and yield the task with the population of the run, and both.
+) -> Iterator[tuple[RunFolder, Callback]]:
+    """Take a run's folder and callback, and yield both.
 
     Args:
         task: The task.
@@ -176,14 +175,13 @@ def taken(
     check_callback(callback)
     with ExitStack() as run:
         run.enter_context(distributed.sharing({"queries": queries, **identity}))
-        task = settled(task, identity, output_dir)
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
         shown = run.enter_context(progress_of(callback, task.metric.name, queries))
         run.enter_context(notifying(task, shown))
-        if isinstance(task.population, Population) and task.population.why:
-            shown.say(task.population.line)
-        yield task, folder, shown
+        if task.chosen:
+            shown.say(task.chosen)
+        yield folder, shown
 
 
 def looked_at(result: Result[Own], task: FinetuneTask, before: dict[str, float]) -> Result[Own]:

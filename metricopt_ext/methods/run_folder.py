@@ -1,7 +1,7 @@
 """What a run keeps in its folder so that it can be resumed: trajectories and evaluations, under its identity."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished
@@ -211,32 +210,3 @@ def _refuse_nameless(path: Path) -> None:
     raise FileFormatError(
         f"{path} holds {kept[0]}, but {why}, so nobody can tell which run they are of; use another output folder"
     )
-
-
-def settled(task: FinetuneTask, identity: dict[str, Any], folder: str | Path | None) -> FinetuneTask:
-    """Return a task with the population that its run has, which the identity gets too.
-
-    One that was chosen is that of the run which the folder holds, whatever this machine would choose, and the first
-    rank's on all. One that was given stays.
-
-    Args:
-        task: The task.
-        identity: What `identity_of` returned.
-        folder: The run's; None without any.
-    """
-    chosen = task.population
-    if not isinstance(chosen, Population):
-        return task
-
-    def kept() -> Population:
-        if folder is not None and (path := Path(folder) / IDENTITY).exists():
-            with suppress(FileFormatError):  # `RunFolder.writing` says it
-                number = (content := read_json(path)) and isinstance(content, dict) and content.get("population")
-                if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
-                    same = chosen.why if number == chosen else "the run in the folder has it"
-                    return Population(number, same)
-        return chosen
-
-    population = distributed.on_first(kept)
-    identity["population"] = int(population)
-    return task.with_population(int(population), population.why)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.runtime.identity import claim, fingerprint, fingerprint_of_code
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.population import Population
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import read_json, to_json, write_json
 
@@ -65,7 +64,6 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "seed": seed,
-        **({} if isinstance(task.population, Population) else {"population": task.at_once}),  # or see `settled`
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "repeats": metric.repeats,
         **({"classes are new": True} if metric.new_classes else {}),
@@ -73,6 +71,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
+        "population": task.at_once,
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.settings is None else {"settings of inference": task.settings.identity()}),

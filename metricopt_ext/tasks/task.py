@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric, phi_of
-from metricopt_ext.tasks.population import Population, Together, alike, choose, together
+from metricopt_ext.tasks.population import MANY, why_one_by_one
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
@@ -33,6 +33,8 @@ from metricopt_ext.utils.words import and_more, brief
 LOGGER = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+NEAR = 0.05  # size of a coordinate of the second of two phi that are computed together, to see whether they can be
 
 # What to do with a model that has no backward pass, such as a quantised one.
 WITHOUT_GRADIENT = (
@@ -82,10 +84,10 @@ class FinetuneTask:
         settings: Settings of inference, which a search tunes before phi: first the free ones, then one after another,
             then combinations. The metric judges the model while they are in force.
         population: Maximum number of phi in one forward pass, at least 1; results can depend on it in the last bits.
-            None chooses it on the first batch: 1 if ``vmap`` can't compute two phi as it computes one, e.g. if control
-            flow depends on data; else the largest of 1, 4, 16 and 32 whose activations take at most 1 GiB. They are
-            counted from the sizes of tensors, so machines agree. The choice is a
-            `Population`, with the reason; a task without a loss has 1.
+            None, as given, chooses it on the first batch: 16 if ``vmap`` computes two phi as each alone, else 1, e.g.
+            if control flow depends on data. A batch that fails so is computed one by one.
+        at_once: How many phi are computed in one forward pass, at most; 1 without a loss.
+        chosen: What was chosen for ``population`` and why, in one line; empty where it is given, or without a loss.
     """
 
     adapter: Adapter
@@ -97,6 +99,8 @@ class FinetuneTask:
     inputs: Sequence[Any] | None = None
     settings: Settings | None = None
     population: int | None = None
+    at_once: int = field(init=False)
+    chosen: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
@@ -136,8 +140,8 @@ class FinetuneTask:
             raise TypeError(
                 f"settings is {brief(self.settings)}; it must be a Settings, with a function that applies them"
             )
+        object.__setattr__(self, "at_once", self.population or 1)
         if self.loss is None or self.batches is None:
-            self._settle()
             if self.inputs is not None:
                 check_effect(self.adapter, entropy, partial(_Cycled(self.inputs), 0, 0, 0))
             return
@@ -155,38 +159,23 @@ class FinetuneTask:
             raise TypeError(f"loss is {brief(self.loss)}; it must be a function loss(model, batch) of a scalar tensor")
         first = partial(self.batches, 0, 0, 0)
         check_effect(self.adapter, self.loss, first)
-        self._settle()
+        if self.population is None:
+            self._choose_population()
 
-    def _settle(self) -> None:
-        """Choose the population unless it is given, or was chosen for the same model, loss and batches."""
-        given, basis = self.population, (self.adapter.model, self.loss, self.batches)
-        if given is None or (isinstance(given, Population) and not given.stands_on(basis)):
-            chosen = self._chosen() if self.loss is not None else Population(1, "")
-            object.__setattr__(self, "population", Population(chosen, chosen.why, basis))
+    def _choose_population(self) -> None:
+        """Choose how many phi are computed at once, as the first batches of two tasks show it."""
+        origin, own = self.origin(), self._with("at_once", MANY)
+        drawn = torch.randn(self.dim, generator=generator(0, "population"), dtype=torch.float64)
+        phi = torch.stack([origin, NEAR * drawn.to(origin)])
 
-    def _chosen(self) -> Population:
-        origin, trial = self.origin(), self._with("population", 2)
-
-        def compute(phi: Tensor, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        def compute(rows: list[int]) -> tuple[Tensor, Tensor]:
             with seeded_streams(0, origin.device):
-                return trial._computed(phi, batches, False)
+                return own._computed(phi[rows], own._batches_of(0, rows, 0), False)
 
-        try:
-            with seeded_streams(0, origin.device):
-                batches = [self.batches(0, task, 0) for task in range(2)]  # type: ignore[misc]
-        except Exception:  # of the user's code, which the search says in its own words
-            return Population(1, "a first batch fails")
-        return choose(self.adapter.model, compute, batches, origin)
-
-    @property
-    def at_once(self) -> int:
-        """How many phi are computed in one forward pass, at most."""
-        return self.population or 1
-
-    def with_population(self, number: int, why: str) -> "FinetuneTask":
-        """Return the same task with another number for the one that was chosen, as of a run that goes on."""
-        basis = self.adapter.model, self.loss, self.batches
-        return self._with("population", Population(number, why, basis))
+        why = why_one_by_one(self.adapter.model, compute)
+        number, why = (1, why) if why else (MANY, "two at once have the losses and gradients of each alone")
+        object.__setattr__(self, "at_once", number)
+        object.__setattr__(self, "chosen", f"population {number}: {why}")
 
     def _check_gradients(self, gradients: Tensor) -> None:
         if self.loss is not None:
@@ -454,18 +443,12 @@ class FinetuneTask:
     def _part(
         self, phi: Tensor, seed: int, indices: Sequence[int], step: int, differentiable: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute a population; its batches are gone when this returns."""
-        assert self.batches is not None
-        batches = self.batches
-        return self._losses_and_gradients(
-            phi, together(lambda index: batches(seed, index, step), indices), differentiable
-        )
-
-    def _losses_and_gradients(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
 
+        Its batches are gone when this returns.
         Of what fails for one phi alone, its own error is raised.
         """
+        batches = self._batches_of(seed, indices, step)
         try:
             return self._computed(phi, batches, differentiable)
         except Exception as error:
@@ -473,7 +456,7 @@ class FinetuneTask:
                 raise
             alone = [slice(row, row + 1) for row in range(len(phi))]
             rows = [self._computed(phi[row], batches[row], differentiable) for row in alone]
-            if isinstance(self.population, Population):
+            if self.population is None:
                 LOGGER.debug("torch.func.vmap, of %d phi: %s: %s", len(phi), type(error).__name__, brief(error))
                 loss, gradient = (torch.cat(each) for each in zip(*rows, strict=True))
                 return loss, gradient
@@ -482,10 +465,14 @@ class FinetuneTask:
                 f" ({type(error).__name__}: {brief(error)}); make the task with population=1"
             ) from error
 
+    def _batches_of(self, seed: int, indices: Sequence[int], step: int) -> list[Any]:
+        assert self.batches is not None
+        return [self.batches(seed, index, step) for index in indices]
+
     def _computed(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         if not (differentiable and phi.requires_grad):
             phi = phi.detach().requires_grad_(True)
-        if differentiable or not self._one_by_one(batches):
+        if differentiable or not self._one_by_one(phi):
             losses = self._losses(phi, batches)
             with self._not_run_again() if differentiable else nullcontext():
                 gradient = _gradient_of(losses, phi, differentiable)
@@ -524,12 +511,9 @@ class FinetuneTask:
                 handle.remove()
 
     def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
-        if self._one_by_one(batches):
+        if self._one_by_one(phi):
             return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
-        if isinstance(batches, Together):
-            stacked = batches.stacked
-        else:
-            stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
+        stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
         with FoldedBatchNorm():
             if not isinstance(self.loss, OutputLoss):
                 losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
@@ -538,11 +522,8 @@ class FinetuneTask:
         own = [tree_map(lambda leaf, row=row: leaf[row], outputs) for row in range(len(phi))]
         return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
 
-    def _one_by_one(self, batches: Sequence[Any]) -> bool:
-        """Whether phi are computed alone; of a chosen population also where a batch has another size."""
-        if len(batches) == 1 or self.at_once == 1:
-            return True
-        return isinstance(self.population, Population) and not alike(batches)
+    def _one_by_one(self, phi: Tensor) -> bool:
+        return len(phi) == 1 or self.at_once == 1
 
     def _loss(self, phi: Tensor, batch: Any) -> Tensor:
         assert self.loss is not None

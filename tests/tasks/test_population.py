@@ -1,4 +1,4 @@
-"""A population that nobody has given: chosen by what fits, and by whether two phi can be computed together."""
+"""A population that nobody has given: chosen by whether two phi can be computed together."""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,8 @@ def made(model: nn.Module, batches: Any = numbers, attach: Any = attach_film, lo
 def test_a_model_that_vmap_can_not_take_is_computed_one_by_one() -> None:
     torch.manual_seed(0)
     task = made(Branching())
-    assert task.population == 1
+    assert task.at_once == 1
+    assert task.chosen.startswith("population 1: ")
     loss, gradient = task.loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
     given = replace(task, population=1).loss_and_gradient(torch.zeros(3, task.dim), 0, [0, 1, 2], 0)
     assert torch.equal(loss, given[0])
@@ -120,7 +121,7 @@ def test_a_loss_that_is_another_for_two_phi_at_once_is_computed_one_by_one() -> 
         return cross_entropy(model, batch) * (1 + len(calls) % 2)
 
     task = made(mlp(), loss=loss)
-    assert task.population == 1
+    assert task.at_once == 1
 
 
 def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
@@ -131,7 +132,8 @@ def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
         return value * 2 if late and float(value.detach()) > 0 else value
 
     task = made(mlp(), loss=loss)
-    assert task.population == task.at_once == 32
+    assert task.at_once == 16
+    assert task.chosen.startswith("population 16: ")
     late.append(True)
     phi = 0.1 * torch.randn(5, task.dim)
     for differentiable in (False, True):
@@ -146,14 +148,14 @@ def test_what_vmap_can_not_take_later_is_computed_one_by_one() -> None:
 
 def test_batches_of_other_sizes_are_computed_one_by_one() -> None:
     task = made(mlp(), batches=ragged)
-    assert task.population == 32
+    assert task.at_once == 16
     phi = 0.1 * torch.randn(6, task.dim)
     loss, gradient = task.loss_and_gradient(phi, 0, range(6), 0)
     alone = replace(task, population=1).loss_and_gradient(phi, 0, range(6), 0)
     assert torch.equal(loss, alone[0])
     assert torch.equal(gradient, alone[1])
     first = made(mlp(), batches=lambda seed, task, step: numbers(seed, task, step, 8 - task))
-    assert first.population == 1
+    assert first.at_once == 1
 
 
 def test_the_choice_leaves_model_and_streams_as_they_were() -> None:
