@@ -2,37 +2,45 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.mixture import Mixture
 from metricopt_ext.utils.kept_modules import KeptModules
+from metricopt_ext.utils.seeding import generator
 
 MANY = 16  # phi in one forward pass, where several can be computed so
+NEAR = 0.05  # size of a coordinate of the second of two phi that are tried
 AGREE = 0.03  # relative difference that rounding may make, also in half precision and by a GPU's TF32
 
 LOGGER = logging.getLogger(__name__)
 
+# Losses, ``n``, and gradients, ``n x d``, of phi, ``n x d``, on a first batch of each of some tasks.
+Compute = Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
-def why_one_by_one(model: nn.Module, compute: Callable[[list[int]], tuple[Tensor, Tensor]]) -> str:
+
+def why_one_by_one(model: nn.Module, origin: Tensor, compute: Compute) -> str:
     """Return why several phi can't be computed in one forward pass; empty if they can. The model is left as it was.
 
     Args:
         model: The adapted model.
-        compute: Returns losses, ``n``, and gradients, ``n x d``, of some of two phi, those of the rows that it gets;
-            of several by `torch.func.vmap`.
+        origin: phi = 0, ``d``.
+        compute: Computes losses and gradients, those of several phi by `torch.func.vmap`.
     """
     if any(isinstance(module, Mixture) for module in model.modules()):
         return "each phi of a mixture has a model of its own in memory"
+    drawn = torch.randn(len(origin), generator=generator(0, "population"), dtype=torch.float64)
+    phi = torch.stack([origin, NEAR * drawn.to(origin)])
     with _left_as_it_was(model), warnings.catch_warnings(action="ignore"):
         try:
-            alone = [compute([row]) for row in range(2)]
+            alone = [compute(phi[row : row + 1], [row]) for row in range(2)]
         except Exception:  # of the user's code, which the search says in its own words
             return "the loss of a first batch fails"
         try:
-            losses, gradients = compute([0, 1])
+            losses, gradients = compute(phi, [0, 1])
         except Exception as error:  # of any kind: the model's own code meets what it was not written for
             LOGGER.debug("torch.func.vmap, of two phi: %s: %s", type(error).__name__, error)
             return "torch.func.vmap can't compute this model, loss and batches for two phi at once"

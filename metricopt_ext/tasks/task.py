@@ -34,13 +34,6 @@ LOGGER = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
-NEAR = 0.05  # size of a coordinate of the second of two phi that are computed together, to see whether they can be
-
-# What to do with a model that has no backward pass, such as a quantised one.
-WITHOUT_GRADIENT = (
-    "for a model without gradients, as a quantised one, strategy=CMAES() of metricopt_ext.search.direct asks for none"
-)
-
 
 @dataclass(frozen=True)
 class OutputLoss:
@@ -132,77 +125,73 @@ class FinetuneTask:
         if (self.loss is None) != (self.batches is None):
             given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
-        if self.gradients is not None:
-            self._check_gradients(self.gradients)
-        if self.inputs is not None:
-            self._check_inputs(self.inputs)
         if self.settings is not None and not isinstance(self.settings, Settings):
             raise TypeError(
                 f"settings is {brief(self.settings)}; it must be a Settings, with a function that applies them"
             )
         object.__setattr__(self, "at_once", self.population or 1)
+        told = [name for name in ("loss", "gradients", "inputs") if getattr(self, name) is not None]
+        if len(told) > 1:
+            raise ValueError(f"{told[1]} are given beside {told[0]}; one says which directions matter, leave one out")
+        if self.gradients is not None:
+            self._check_gradients(self.gradients)
+        if self.inputs is not None:
+            self._check_inputs(self.inputs)
         if self.loss is None or self.batches is None:
-            if self.inputs is not None:
-                check_effect(self.adapter, entropy, partial(_Cycled(self.inputs), 0, 0, 0))
             return
         if not callable(self.batches):
             raise TypeError(
                 f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
                 " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
             )
-        if isinstance(self.loss, nn.modules.loss._Loss):
+        if not callable(self.loss) or isinstance(self.loss, nn.modules.loss._Loss):
             raise TypeError(
-                f"loss is {brief(self.loss)}, of outputs and targets; give loss=lambda model, batch:"
-                " criterion(model(batch[0]), batch[1])"
+                f"loss is {brief(self.loss)}; it must be a function loss(model, batch) of a scalar tensor; of a"
+                " criterion of outputs and targets, loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        if not callable(self.loss):
-            raise TypeError(f"loss is {brief(self.loss)}; it must be a function loss(model, batch) of a scalar tensor")
-        first = partial(self.batches, 0, 0, 0)
-        check_effect(self.adapter, self.loss, first)
+        check_effect(self.adapter, self.loss, partial(self.batches, 0, 0, 0))
         if self.population is None:
             self._choose_population()
 
     def _choose_population(self) -> None:
         """Choose how many phi are computed at once, as the first batches of two tasks show it."""
-        origin, own = self.origin(), self._with("at_once", MANY)
-        drawn = torch.randn(self.dim, generator=generator(0, "population"), dtype=torch.float64)
-        phi = torch.stack([origin, NEAR * drawn.to(origin)])
 
-        def compute(rows: list[int]) -> tuple[Tensor, Tensor]:
-            with seeded_streams(0, origin.device):
-                return own._computed(phi[rows], own._batches_of(0, rows, 0), False)
+        def compute(phi: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+            with seeded_streams(0, phi.device):
+                batches = [self.batches(0, row, 0) for row in rows]  # type: ignore[misc]
+                return (self._together if len(rows) > 1 else self._one_by_one)(phi, batches, False)
 
-        why = why_one_by_one(self.adapter.model, compute)
+        why = why_one_by_one(self.adapter.model, self.origin(), compute)
         number, why = (1, why) if why else (MANY, "two at once have the losses and gradients of each alone")
         object.__setattr__(self, "at_once", number)
         object.__setattr__(self, "chosen", f"population {number}: {why}")
 
     def _check_gradients(self, gradients: Tensor) -> None:
-        if self.loss is not None:
-            raise ValueError("gradients are given beside a loss, which has its own; leave one of them out")
-        if not isinstance(gradients, Tensor):
-            raise ValueError(f"gradients are {brief(gradients)}; they must be a tensor, torch.as_tensor(gradients)")
-        if gradients.dim() != 2 or gradients.shape[1] != self.dim or not len(gradients):
-            raise ValueError(f"gradients are {tuple(gradients.shape)}; they must be m x {self.dim}, a row for each")
-        if not gradients.isfinite().all() or not gradients.any():
-            raise ValueError("gradients must be finite, and not all 0; give those of the loss that it was trained by")
+        shape = tuple(gradients.shape) if isinstance(gradients, Tensor) else brief(gradients)
+        if len(shape) != 2 or shape[1] != self.dim or not gradients.isfinite().all() or not gradients.any():
+            raise ValueError(
+                f"gradients are {shape}; they must be a tensor, m x {self.dim}, of finite numbers, not all 0, as of"
+                " the loss that it was trained by"
+            )
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
-        if self.loss is not None or self.gradients is not None:
-            given = "a loss" if self.loss is not None else "gradients"
-            raise ValueError(f"inputs are given beside {given}, which says which directions matter; leave one out")
         if not isinstance(inputs, Sequence) or not len(inputs):
             raise ValueError(
                 f"inputs is {brief(inputs)}; it must be a list of batches, one at least, e.g. x.split(100)"
             )
         with torch.enable_grad(), seeded_streams(0, self.origin().device):  # which tells what made them
             refuse_probabilities(logits_of(self.adapter.model(inputs[0])))
+        check_effect(self.adapter, entropy, lambda: inputs[0])
 
     def probing(self) -> "FinetuneTask":
         """Return the task by whose loss directions of phi are looked for: without one, the entropy of `inputs`."""
-        if self.loss is not None or self.inputs is None:
+        if self.loss is not None or (inputs := self.inputs) is None:
             return self
-        return self._with("loss", entropy)._with("batches", _Cycled(self.inputs))
+
+        def cycled(seed: int, task: int, step: int) -> Any:
+            return inputs[(seed + task + step) % len(inputs)]
+
+        return self._with("loss", entropy)._with("batches", cycled)
 
     def with_settings(self, settings: Settings | None) -> "FinetuneTask":
         """Return the same task with other settings of inference, or without any."""
@@ -328,8 +317,8 @@ class FinetuneTask:
         own, phi = self.probing(), self.origin()
         if own.batches is None:
             return None
-        with seeded_streams(0, phi.device):
-            return float(own._loss(phi, own.batches(seed, 0, 0)).detach())
+        with seeded_streams(0, phi.device), self.adapter.using(phi) as model:
+            return float(_loss_of(own.loss, model, own.batches(seed, 0, 0)).detach())
 
     def evaluate(self, phi: Tensor, purpose: str, where: str = "") -> Evaluation:
         """Evaluate the metric at one phi, ``d``, of the model as it is; one query.
@@ -445,48 +434,65 @@ class FinetuneTask:
     ) -> tuple[Tensor, Tensor]:
         """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
 
-        Its batches are gone when this returns.
-        Of what fails for one phi alone, its own error is raised.
+        Its batches are gone when this returns. Of what fails for one phi alone, its own error is raised.
         """
-        batches = self._batches_of(seed, indices, step)
+        assert self.batches is not None
+        batches = [self.batches(seed, index, step) for index in indices]
+        if len(phi) == 1 or self.at_once == 1:
+            return self._one_by_one(phi, batches, differentiable)
         try:
-            return self._computed(phi, batches, differentiable)
+            return self._together(phi, batches, differentiable)
         except Exception as error:
-            if len(phi) == 1 or self.at_once == 1:
-                raise
-            alone = [slice(row, row + 1) for row in range(len(phi))]
-            rows = [self._computed(phi[row], batches[row], differentiable) for row in alone]
+            found = self._one_by_one(phi, batches, differentiable)
             if self.population is None:
                 LOGGER.debug("torch.func.vmap, of %d phi: %s: %s", len(phi), type(error).__name__, brief(error))
-                loss, gradient = (torch.cat(each) for each in zip(*rows, strict=True))
-                return loss, gradient
+                return found
             raise AdapterError(
                 f"loss(model, batch) can be computed for one phi, but not for {len(phi)} at once by torch.func.vmap"
                 f" ({type(error).__name__}: {brief(error)}); make the task with population=1"
             ) from error
 
-    def _batches_of(self, seed: int, indices: Sequence[int], step: int) -> list[Any]:
-        assert self.batches is not None
-        return [self.batches(seed, index, step) for index in indices]
+    def _one_by_one(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
+        rows = []
+        for own, batch in zip(_followed(phi, differentiable), batches, strict=True):
+            with self.adapter.using(own) as model:  # also in the backward pass, which may run checkpointed layers again
+                rows.append(self._with_gradient(_loss_of(self.loss, model, batch), own, differentiable))
+        losses, gradients = (torch.stack(each) for each in zip(*rows, strict=True))
+        return losses, gradients
 
-    def _computed(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
-        if not (differentiable and phi.requires_grad):
-            phi = phi.detach().requires_grad_(True)
-        if differentiable or not self._one_by_one(phi):
-            losses = self._losses(phi, batches)
-            with self._not_run_again() if differentiable else nullcontext():
-                gradient = _gradient_of(losses, phi, differentiable)
-            return losses if differentiable else losses.detach(), gradient
-        rows = [self._alone(*each) for each in zip(phi.detach(), batches, strict=True)]
-        loss, gradient = (torch.stack(each) for each in zip(*rows, strict=True))
-        return loss, gradient
+    def _together(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
+        phi, stacked = _followed(phi, differentiable), tree_map(lambda *leaves: torch.stack(leaves), *batches)
+        forward = self.loss.forward if isinstance(self.loss, OutputLoss) else partial(_loss_of, self.loss)
 
-    def _alone(self, phi: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute one phi, ``d``; it stays in place for the backward pass, which may run checkpointed layers again."""
-        phi = phi.requires_grad_(True)
-        with self.adapter.using(phi):
-            loss = self._loss(phi, batch)
-            return loss.detach(), _gradient_of(loss, phi, differentiable=False)
+        def outputs_of(phi: Tensor, batch: Any) -> Any:
+            with self.adapter.using(phi) as model:
+                return forward(model, batch)
+
+        with FoldedBatchNorm():
+            losses = torch.func.vmap(outputs_of)(phi, stacked)
+        if isinstance(self.loss, OutputLoss):
+            outputs = [tree_map(lambda leaf, row=row: leaf[row], losses) for row in range(len(phi))]
+            losses = torch.stack([_loss_of(self.loss.loss, *each) for each in zip(outputs, batches, strict=True)])
+        return self._with_gradient(losses, phi, differentiable)
+
+    def _with_gradient(self, losses: Tensor, phi: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
+        """Return losses, and their gradients in phi, of its shape.
+
+        Raises:
+            AdapterError: There are none.
+        """
+        with self._not_run_again() if differentiable else nullcontext():
+            try:
+                (gradient,) = torch.autograd.grad(losses.sum(), phi, create_graph=differentiable)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise AdapterError(
+                    f"loss(model, batch) has no gradient in phi: {brief(error)}; compute it from the model's output by"
+                    " differentiable operations, with gradients enabled; for a model without gradients, as a quantised"
+                    " one, strategy=CMAES() of metricopt_ext.search.direct asks for none"
+                ) from error
+        return losses if differentiable else losses.detach(), gradient
 
     @contextmanager
     def _not_run_again(self) -> Iterator[None]:
@@ -510,31 +516,6 @@ class FinetuneTask:
             for handle in handles:
                 handle.remove()
 
-    def _losses(self, phi: Tensor, batches: Sequence[Any]) -> Tensor:
-        if self._one_by_one(phi):
-            return torch.stack([self._loss(p, batch) for p, batch in zip(phi, batches, strict=True)])
-        stacked = tree_map(lambda *leaves: torch.stack(leaves), *batches)
-        with FoldedBatchNorm():
-            if not isinstance(self.loss, OutputLoss):
-                losses: Tensor = torch.func.vmap(self._loss)(phi, stacked)
-                return losses
-            outputs = torch.func.vmap(self._outputs)(phi, stacked)
-        own = [tree_map(lambda leaf, row=row: leaf[row], outputs) for row in range(len(phi))]
-        return torch.stack([_scalar(self.loss.loss(*each)) for each in zip(own, batches, strict=True)])
-
-    def _one_by_one(self, phi: Tensor) -> bool:
-        return len(phi) == 1 or self.at_once == 1
-
-    def _loss(self, phi: Tensor, batch: Any) -> Tensor:
-        assert self.loss is not None
-        with self.adapter.using(phi) as model:
-            return _scalar(self.loss(model, batch))
-
-    def _outputs(self, phi: Tensor, batch: Any) -> Any:
-        assert isinstance(self.loss, OutputLoss)
-        with self.adapter.using(phi) as model:
-            return self.loss.forward(model, batch)
-
 
 @contextmanager
 def located(where: str, phi: Tensor) -> Iterator[None]:
@@ -546,42 +527,18 @@ def located(where: str, phi: Tensor) -> Iterator[None]:
         raise type(error)(f"{error} ({place}|phi| = {phi.norm():.3g})") from error
 
 
-@dataclass(frozen=True)
-class _Cycled:
-    """Batches of inputs in turn, from another one on in each task."""
-
-    inputs: Sequence[Any]
-
-    def __call__(self, seed: int, task: int, step: int) -> Any:
-        """Return a batch, the same at each call with the same arguments."""
-        return self.inputs[(seed + task + step) % len(self.inputs)]
+def _followed(phi: Tensor, differentiable: bool) -> Tensor:
+    """Return phi as autograd follows it: as it was computed, if gradients of gradients go back to what it is of."""
+    return phi if differentiable and phi.requires_grad else phi.detach().requires_grad_(True)
 
 
-def _gradient_of(losses: Tensor, phi: Tensor, differentiable: bool) -> Tensor:
-    """Return the gradients of losses in phi, of its shape.
+def _loss_of(function: Any, made: Any, batch: Any) -> Tensor:
+    """Return the loss of a model, or of outputs, on a batch.
 
     Raises:
-        AdapterError: There is none.
+        AdapterError: It is no scalar tensor.
     """
-    try:
-        (gradient,) = (
-            torch.autograd.grad(losses.sum(), phi, create_graph=differentiable, allow_unused=True)
-            if losses.requires_grad
-            else (None,)
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # an operation without a backward pass
-        raise AdapterError(f"loss(model, batch) has no gradient in phi: {brief(error)}; {WITHOUT_GRADIENT}") from error
-    if gradient is None:
-        raise AdapterError(
-            "loss(model, batch) has no gradient in phi; compute it from the model's output by differentiable"
-            f" operations, with gradients enabled; {WITHOUT_GRADIENT}"
-        )
-    return gradient
-
-
-def _scalar(loss: Any) -> Tensor:
+    loss = function(made, batch)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise AdapterError(f"loss(model, batch) returned {shape}; it must return a scalar tensor")
