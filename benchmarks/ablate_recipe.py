@@ -363,7 +363,7 @@ def followed(ready: ClassificationExperiment, policy: Policy, recipe: Recipe, se
 def test_metric(ready: ClassificationExperiment, phi: Tensor) -> float:
     """Return the test metric at phi, ``d``."""
     task = ready.task.judged_by(ready.test_metric)
-    return task.metric.to_value(task.cost(phi, "ablation"))
+    return task.metric.to_value(task.evaluate(phi, "ablation").cost)
 
 
 def spearman(fit: Fit) -> float:

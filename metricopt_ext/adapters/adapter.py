@@ -220,6 +220,8 @@ class Adapter:
     def as_start(self) -> Start:
         """Return copies of what the model holds beyond its base; `apply` brings it back."""
         originals = self.context.originals
+        if not originals:
+            return Start(self.phi.detach().clone())
         replaced: dict[str, dict[str, Tensor]] = {}
         for kind, own in self._own().items():
             unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
@@ -242,6 +244,8 @@ class Adapter:
             AdapterError: As from `check`.
         """
         given: dict[int, tuple[str, Tensor]] = {}
+        if not start.replaced:
+            return {}
         for kind, own in self._own().items():
             for name, value in getattr(start, kind).items():
                 what = f"{kind[:-1]} {brief(name)}"
@@ -264,6 +268,9 @@ class Adapter:
         """Apply a start that was checked, or that was the model's own."""
         context, given = self.context, self._given(start)
         before, kept, originals = context.originals, dict[int, Tensor](), dict[str, Tensor]()
+        if not (given or before):  # as for most queries, which have another phi alone
+            self.phi.copy_(start.phi)
+            return
         own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
         for name, tensor in own.items():
             if id(tensor) in given and not same_bits(given[id(tensor)], before.get(name, tensor)):

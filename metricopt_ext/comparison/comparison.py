@@ -148,7 +148,7 @@ def run_seed(
         known = chosen_starts(all_starts(made, offered(experiment, plan.starts)), plan.starts)
         asking = made.metric.ledger.spent - before
         (starts, lines), fresh = divided(known), _fresh(experiment.task, spent)
-        evaluations = {name: fresh.evaluate_start(start, "starts") for name, start in starts.items()}
+        evaluations = {name: fresh.evaluate(start, "starts") for name, start in starts.items()}
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
         started = Started(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
         opening = Opening(started, now() - began, _passes(made, fresh, known))

@@ -152,7 +152,7 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
             limited, start = with_budget(task.with_settings(tuned), queries), replace(started.start, settings={})
             meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
-                first, queries = limited.evaluate_start(start, "settings"), queries - 1
+                first, queries = limited.evaluate(start, "settings"), queries - 1
             stage = SettingsStage(tuned, start, first, queries)
             asking = Asking(labelled(stage.batches(), "settings", "start"), Log(None, task.metric))
             with started.there(limited):

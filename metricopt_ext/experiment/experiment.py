@@ -340,9 +340,7 @@ def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict
     if not result.also:
         return {}
     test = experiment.task.judged_by(experiment.test_metric)
-    after = test.with_values(result.start_of(result.chosen).settings).look()
-    with test.adapter.applied(Start(test.origin())):
-        before = test.look()
+    before, after = test.look(Start(test.origin())), test.look(result.start_of(result.chosen))
     return {
         name: {"validation": pair, "test": (before[name], after[name])}
         for name, pair in result.also.items()

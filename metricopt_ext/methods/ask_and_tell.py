@@ -65,7 +65,7 @@ class Trial:
     @property
     def settings(self) -> dict[str, Value]:
         """The settings of inference to be judged with, by name; empty of a task without any."""
-        return self._task.with_values(self.at.settings).values or {}
+        return self._task.values_of(self.at.settings)
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:

@@ -98,8 +98,6 @@ def assess(
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:
         folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
-        run.enter_context(task.adapter.applied(Start(task.origin())))
-        run.enter_context(task.keeping_weights())
         on_file = folder.log(task.metric)
         shown.on_file(min(queries, on_file.answered * repeats))
         run.enter_context(folder.own_ledger(task.metric, queries))

@@ -170,7 +170,7 @@ def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, star
     """Return what became of a task's settings of inference; None of a task without any."""
     if task.settings is None:
         return None
-    values, first = (task.with_values(each.settings).values or {} for each in (kept, started))
+    values, first = (task.values_of(each.settings) for each in (kept, started))
     return TunedSettings.of(task.settings, values, stage, task.metric, first)
 
 

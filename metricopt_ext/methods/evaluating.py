@@ -32,7 +32,7 @@ from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.settings import Value
-from metricopt_ext.tasks.task import FinetuneTask, located
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
 
@@ -183,9 +183,8 @@ class Evaluating:
                 return f"at {KEPT.get(new[index].name, f'the start {new[index].name!r}')}"
             return f"query {new[index].id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
-        began, spent, task = time.perf_counter(), metric.ledger.spent, self.task.with_values(new[0].at.settings)
-        self._held.at(new[0].at)
-        for trial, evaluation in zip(new, self._evaluations(task, new, where), strict=True):
+        began, spent = time.perf_counter(), metric.ledger.spent
+        for trial, evaluation in zip(new, self._evaluations(new, where), strict=True):
             self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
             self.asking.tell(trial.id, evaluation)
             yield trial
@@ -193,9 +192,7 @@ class Evaluating:
             metric.tell(evaluation, stage, trial.at.phi, spent)
             began = time.perf_counter()
 
-    def _evaluations(
-        self, task: FinetuneTask, trials: Sequence[Trial], where: Callable[[int], str]
-    ) -> Iterator[Evaluation]:
+    def _evaluations(self, trials: Sequence[Trial], where: Callable[[int], str]) -> Iterator[Evaluation]:
         """Yield the metric's evaluations of trials, as many at once as there are ranks, each of which books all.
 
         The first of a run is made by each of them, as one query: what they find must be the same.
@@ -205,22 +202,22 @@ class Evaluating:
             BudgetError: The budget is spent.
             RankError: Ranks find different values of the first.
         """
-        ledger, repeats = task.metric.ledger, task.metric.repeats
+        metric = self.task.metric
 
         def judged(index: int) -> Evaluation:
-            with located(where(index), trials[index].at.phi):
-                return task.judge(trials[index].at.phi)
+            self._held.at(trials[index].at)
+            return self.task.judge(trials[index].at, where(index))
 
         at = 0
         while at < len(trials):
-            possible = int(min(distributed.world() if self._alike else 1, ledger.left / repeats))
+            possible = int(min(distributed.world() if self._alike else 1, metric.ledger.left / metric.repeats))
             wave = range(len(trials))[at : at + max(1, possible)]
-            ledger.spend(trials[at].stage, len(wave) * repeats)
+            metric.ledger.spend(trials[at].stage, len(wave) * metric.repeats)
             if self._alike:
                 yield from distributed.each(judged, wave)
             else:
                 self._alike = True
-                yield alike(task.metric, distributed.everywhere(partial(judged, at)))
+                yield alike(metric, distributed.everywhere(partial(judged, at)))
             at += len(wave)
 
 
@@ -323,7 +320,7 @@ def first_answers(
 def _begun(task: FinetuneTask, run: SearchRun, kept: Log | None, callback: Callback) -> Iterator[Evaluating]:
     run.strategy.check(task)
     task.check_loss(run.seed, 2)
-    with notifying(task, callback), task.keeping_weights(), task.adapter.applied(Start(task.origin())):
+    with notifying(task, callback), task.keeping_weights():
         asking = run.asking(kept or Log(None, task.metric))
         try:
             yield Evaluating(task, asking, callback, run)

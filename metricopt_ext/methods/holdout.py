@@ -70,14 +70,12 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
     """
     if result.chosen == "start":
         return result
-    found = {
-        name: task.evaluate_start(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)
-    }
+    found = {name: task.evaluate(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)}
     values = {name: each.value for name, each in found.items()}
     result = preferred(result, values, task.metric, confidence)
     if result.settings is None or task.settings is None:
         return result
-    after = task.with_values(result.start_of(result.chosen).settings).values or {}
+    after = task.values_of(result.start_of(result.chosen).settings)
     return replace(result, settings=result.settings.of_kept(task.settings, after))
 
 

@@ -120,14 +120,11 @@ def optimize_metric(
         identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
     with ExitStack() as run:
         folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
-        base = run.enter_context(ExitStack())
-        base.enter_context(task.adapter.applied(Start(task.origin())))
-        base.enter_context(task.keeping_weights())
-        looked = distributed.on_first(task.look)  # first, so that what fails costs nothing
-        context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
-        result = runner.run(context) if runner.shared else run_by_first(runner, context)
-        result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
-        base.close()
+        with task.keeping_weights():
+            looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
+            context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
+            result = runner.run(context) if runner.shared else run_by_first(runner, context)
+            result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result)
         shown.outcome(result.before, result.after)
@@ -199,8 +196,7 @@ def looked_at(result: Result[Own], task: FinetuneTask, before: dict[str, float])
     after = before
     if result.chosen != "start":
         try:
-            with task.adapter.applied(result.start_of(result.chosen)):
-                after = task.with_values(result.start_of(result.chosen).settings).look()
+            after = task.look(result.start_of(result.chosen))
         except MetricError as error:
             warnings.warn(f"{error}; so it is not known of the model as it is now", stacklevel=2)
             after = {}

@@ -59,7 +59,7 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
     the first one, and of the metric's function its own code. Data that the metric alone sees is not looked at.
     """
     metric = task.metric
-    with task.adapter.applied(Start(task.origin())), task.keeping_weights():
+    with task.keeping_weights():
         first_loss = task.first_loss(seed)
     return {
         "format": FORMAT,

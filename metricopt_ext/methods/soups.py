@@ -171,7 +171,7 @@ class _Soup:
         for file in sorted(self.files, key=lambda file: self.losses.get(file, 0.0)):
             state = self.ingredients.read(file)
             start = self._recalibrated(self.ingredients.start(mean.of(state)))
-            cost = self.task.evaluate_start(start, "soups").cost
+            cost = self.task.evaluate(start, "soups").cost
             if kept is None or cost <= best:
                 best, kept = cost, start
                 mean.add(state)

@@ -71,7 +71,7 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
     buffers, parameters = (
         {key: value.detach().clone() for key, value in each.items()} for each in (start.buffers, start.parameters)
     )
-    task.with_values(start.settings)  # refuses what it can't be
+    task.values_of(start.settings)  # refuses what it can't be
     return Start(start.phi.detach().to(task.origin(), copy=True), buffers, parameters, dict(start.settings))
 
 

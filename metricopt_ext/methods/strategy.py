@@ -48,7 +48,7 @@ class Context:
         log = task.metric.log
         self.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
         for trajectory in store:
-            task.evaluate_at(trajectory.observed_phi.to(task.origin()), "collect", "a trajectory on file, ")
+            task.costs_at(trajectory.observed_phi.to(task.origin()), "collect")
 
 
 class LearningStrategy(ABC, Generic[Own]):

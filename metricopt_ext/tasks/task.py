@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,12 @@ from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric, phi_of
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import MANY, why_one_by_one
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
-from metricopt_ext.utils.modes import evaluating, kept_modes
+from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import checksums
 from metricopt_ext.utils.words import and_more, brief
@@ -94,6 +94,7 @@ class FinetuneTask:
     population: int | None = None
     at_once: int = field(init=False)
     chosen: str = field(init=False, default="")
+    _values: Values = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
@@ -195,24 +196,27 @@ class FinetuneTask:
 
     def with_settings(self, settings: Settings | None) -> "FinetuneTask":
         """Return the same task with other settings of inference, or without any."""
-        return self._with("settings", settings).with_values({})
-
-    @property
-    def values(self) -> dict[str, Value] | None:
-        """The settings that are in force where the metric judges the model; None of a task without any."""
-        return None if self.settings is None else vars(self).get("_values", self.settings.first)
+        return self._with("settings", settings)._with("_values", {})
 
     def with_values(self, values: Values) -> "FinetuneTask":
-        """Return the same task with settings of inference in force; the others are those that a run begins with.
+        """Return the same task whose starts have these settings of inference, where they don't say others.
 
         Raises:
             ValueError: It has no such setting, or that can't be such a value.
         """
-        if self.settings is None:
-            if values:
-                raise ValueError(f"settings are {brief(dict(values))}, but the task has none; give it settings=")
-            return self
-        return self._with("_values", self.settings.complete({**self.settings.first, **values}))
+        return self._with("_values", self.values_of(values))
+
+    def values_of(self, values: Values) -> dict[str, Value]:
+        """Return all settings of inference at a start that says some of them, by name; none of a task without any.
+
+        Raises:
+            ValueError: It has no such setting, or that can't be such a value.
+        """
+        if self.settings is not None:
+            return self.settings.complete({**self.settings.first, **self._values, **values})
+        if values:
+            raise ValueError(f"settings are {brief(dict(values))}, but the task has none; give it settings=")
+        return {}
 
     @contextmanager
     def at(self, start: Start) -> Iterator[nn.Module]:
@@ -220,13 +224,51 @@ class FinetuneTask:
 
         Raises:
             AdapterError, ValueError: The start does not fit the model, or has other settings than the task.
+            MetricError: Its settings can't be applied.
         """
-        with ExitStack() as held:
-            model = held.enter_context(evaluating(held.enter_context(self.adapter.applied(start))))
-            values = self.with_values(start.settings).values
-            if self.settings is not None and values is not None:
-                held.enter_context(self.settings.applied(values, model))
+        with self.adapter.applied(start) as model, evaluating(model), self.in_force(start.settings, model):
             yield model
+
+    @contextmanager
+    def in_force(self, values: Values, model: nn.Module) -> Iterator[dict[str, Value] | None]:
+        """Have settings of inference in force for a model, and yield all of them; None of a task without any.
+
+        Raises:
+            ValueError: As from `values_of`.
+            MetricError: They can't be applied; or that of the ``with`` block, which names them then.
+        """
+        values = self.values_of(values)
+        if self.settings is None:
+            yield None
+            return
+        said = f"settings {', '.join(f'{name} {brief(value)}' for name, value in values.items())}"
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.settings.applied(values, model))
+            except Exception as error:
+                raise MetricError(f"{said} can't be applied: {type(error).__name__}: {brief(error)}") from error
+            try:
+                yield values
+            except MetricError as error:
+                raise type(error)(f"{error} ({said})") from error
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Make the model be as it was trained for a run, at phi = 0, and refuse a run that changed its weights.
+
+        Raises:
+            WeightsError: The metric or the loss changed a parameter other than phi, whether that left a trace or not.
+        """
+        before = checksums(self.adapter.model)
+        with self.adapter.applied(Start(self.origin())):
+            yield
+        after = checksums(self.adapter.model)
+        changed = [name for name, each in before.items() if after.get(name) != each]
+        if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
+            raise WeightsError(
+                f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
+                " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
+            )
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
@@ -320,114 +362,50 @@ class FinetuneTask:
         with seeded_streams(0, phi.device), self.adapter.using(phi) as model:
             return float(_loss_of(own.loss, model, own.batches(seed, 0, 0)).detach())
 
-    def evaluate(self, phi: Tensor, purpose: str, where: str = "") -> Evaluation:
-        """Evaluate the metric at one phi, ``d``, of the model as it is; one query.
+    def evaluate(self, at: Start | Tensor, purpose: str, where: str = "") -> Evaluation:
+        """Evaluate the metric at a start, its settings of inference in force; one query.
 
         Args:
-            phi: The point.
+            at: The start; or phi alone, ``d``, where the model holds what else there is of it.
             purpose: What the ledger books the query under.
             where: What an error's message says of the point.
 
         Raises:
+            AdapterError, ValueError: The start does not fit the model, or has other settings than the task.
             MetricError: The metric failed.
             BudgetError: The budget is spent.
         """
-        return self._asked(Start(phi), purpose, where)
+        start = at if isinstance(at, Start) else replace(self.adapter.as_start(), phi=at)
+        self.adapter.check(start)
 
-    def evaluate_start(self, start: Start, purpose: str, where: str = "") -> Evaluation:
-        """Evaluate the metric at a start, with its settings of inference in force; one query (see `evaluate`)."""
-        with self.adapter.applied(start):
-            return self.with_values(start.settings)._asked(start, purpose, where)
+        def judged() -> Evaluation:
+            with self.adapter.applied(start):
+                return self.judge(start, where)
 
-    def _asked(self, at: Start, purpose: str, where: str) -> Evaluation:
-        self.adapter.check_phi(at.phi)
-        with located(where, at.phi):
-            return self.metric.ask(partial(self.judge, at.phi), purpose, at.phi, at)
+        return self.metric.ask(judged, purpose, start.phi, start)
 
-    def evaluate_at(self, phi: Tensor, purpose: str, where: str = "") -> list[Evaluation]:
-        """Evaluate the metric at ``n x d`` points; n queries (see `evaluate`)."""
-        return [self.evaluate(each, purpose, f"{where}point {i} of {len(phi)}") for i, each in enumerate(phi)]
-
-    def cost(self, phi: Tensor, purpose: str) -> float:
-        """Evaluate the metric at one phi, ``d``, and return the cost alone; see `evaluate`."""
-        return self.evaluate(phi, purpose).cost
-
-    def evaluate_model(self, model: nn.Module, purpose: str) -> Evaluation:
-        """Evaluate the metric on another model, with the settings of inference in force; one query."""
-        return self.metric.ask(partial(self._judged, model), purpose, model, Start(phi_of(model)))
-
-    @contextmanager
-    def keeping_weights(self) -> Iterator[None]:
-        """Refuse a run that left a parameter of the model but phi other than it was.
-
-        Raises:
-            WeightsError: The metric or the loss changed one, whether that left a trace or not.
-        """
-        before = checksums(self.adapter.model)
-        yield
-        after = checksums(self.adapter.model)
-        changed = [name for name, each in before.items() if after.get(name) != each]
-        if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
-            raise WeightsError(
-                f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
-                " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
-            )
-
-    def judge(self, phi: Tensor) -> Evaluation:
-        """Judge the model at phi, ``d``, which is copied into its own parameter meanwhile, without booking a query.
+    def judge(self, start: Start, where: str = "") -> Evaluation:
+        """Judge the model, which holds a start already, by the metric, without booking a query; see `evaluate`.
 
         So a metric that exports the model, or reads its state dict, judges the right one.
         """
-        before, put_back_modes = self.adapter.phi.detach().clone(), kept_modes(self.adapter.model)
+        model = self.adapter.model
         try:
-            self.adapter.set_phi(phi)
-            evaluation = self._judged(self.adapter.model)
-            self.adapter.set_phi(before)
-            return evaluation
-        except BaseException:  # also one that cuts the line before short
-            self.adapter.set_phi(before)
-            put_back_modes()
-            raise
+            with self.in_force(start.settings, model) as values:
+                return self.metric.judge(model, values)
+        except MetricError as error:
+            place = f"{where}, " if where else ""
+            raise type(error)(f"{error} ({place}|phi| = {start.phi.norm():.3g})") from error
 
-    def _judged(self, model: nn.Module) -> Evaluation:
-        """Judge a model as it is, with the settings of inference in force."""
-        values = self.values
-        if self.settings is None or values is None:
-            return self.metric.judge(model)
-        with self._in_force(values, model):
-            return self.metric.judge(model, values)
-
-    @contextmanager
-    def _in_force(self, values: dict[str, Value], model: nn.Module) -> Iterator[None]:
-        """Have settings in force; errors of the metric name them, and what can't be applied is one of the metric's."""
-        assert self.settings is not None
-        said = f"settings {', '.join(f'{name} {brief(value)}' for name, value in values.items())}"
-        failed: MetricError | None = None
-        with ExitStack() as held:
-            try:
-                held.enter_context(self.settings.applied(values, model))
-            except Exception as error:
-                raise MetricError(f"{said} can't be applied: {type(error).__name__}: {brief(error)}") from error
-            try:
-                yield
-            except MetricError as error:
-                failed = type(error)(f"{error} ({said})")
-                raise failed from error
-        if failed is not None:  # what applies the settings suppressed it
-            raise failed
-
-    def look(self) -> dict[str, float]:
-        """Return what the metric's ``also`` has of the model as it is, with the settings in force (`Metric.look`)."""
-        model, values = self.adapter.model, self.values
-        if self.settings is None or values is None:
-            return self.metric.look(model)
-        with self._in_force(values, model):
-            return self.metric.look(model, values)
-
-    def costs_at(self, phi: Tensor, purpose: str, where: str = "") -> Tensor:
-        """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate_at`."""
-        costs = [each.cost for each in self.evaluate_at(phi, purpose, where)]
+    def costs_at(self, phi: Tensor, purpose: str) -> Tensor:
+        """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate`."""
+        costs = [self.evaluate(each, purpose, f"point {i} of {len(phi)}").cost for i, each in enumerate(phi)]
         return torch.tensor(costs, dtype=torch.float64)
+
+    def look(self, start: Start) -> dict[str, float]:
+        """Return what the metric's ``also`` has of a start (`Metric.look`)."""
+        with self.adapter.applied(start) as model, self.in_force(start.settings, model) as values:
+            return self.metric.look(model, values)
 
     def _part(
         self, phi: Tensor, seed: int, indices: Sequence[int], step: int, differentiable: bool
@@ -515,16 +493,6 @@ class FinetuneTask:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@contextmanager
-def located(where: str, phi: Tensor) -> Iterator[None]:
-    """Have an error of the metric say where it was asked."""
-    try:
-        yield
-    except MetricError as error:
-        place = f"{where}, " if where else ""
-        raise type(error)(f"{error} ({place}|phi| = {phi.norm():.3g})") from error
 
 
 def _followed(phi: Tensor, differentiable: bool) -> Tensor:

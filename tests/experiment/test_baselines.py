@@ -147,7 +147,7 @@ def test_a_path_is_walked_once_from_where_it_begins(quadratic: Callable[..., Any
         assert torch.equal(each.path[:2], torch.stack([start, start + 3]))
 
     def asking(task: Any, start: Tensor, seed: int) -> Tensor:
-        task.cost(start, "secretly")
+        task.evaluate(start, "secretly")
         return start[None]
 
     with pytest.raises(BudgetError):

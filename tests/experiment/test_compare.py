@@ -181,7 +181,7 @@ def test_methods_may_end_at_a_phi_a_model_or_not_at_all(quadratic: Callable[...,
 
 def test_a_method_that_is_said_to_be_free_may_not_spend_queries(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     def spending(task: FinetuneTask, *_: Any) -> Tensor:
-        task.cost(task.origin(), "secretly")
+        task.evaluate(task.origin(), "secretly")
         return task.origin()
 
     assert_refused(

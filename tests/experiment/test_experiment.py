@@ -68,7 +68,7 @@ def test_free_starts_are_what_the_free_methods_reach(tmp_path: Path) -> None:
     others = methods["batchnorm_validation"]({}).run(experiment.task)
     assert ("batchnorm" in starts) == bool(others)
     for other in others:
-        cost = experiment.task.evaluate_start(starts["batchnorm"], "judge").cost
+        cost = experiment.task.evaluate(starts["batchnorm"], "judge").cost
         assert cost == experiment.task.metric.cost(other.end, "judge")  # type: ignore[type-var]
     assert "threshold" in experiment.baselines(experiment.config)
 

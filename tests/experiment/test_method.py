@@ -24,7 +24,7 @@ def test_a_meter_counts_from_where_it_was_made(quadratic: Callable[..., Any], mo
     clock = [5.0]
     monkeypatch.setattr("metricopt_ext.experiment.method.now", lambda: clock[0])
     task, end = quadratic(), torch.ones(4, dtype=torch.float64)
-    task.cost(end, "before")
+    task.evaluate(end, "before")
     meter = Meter(task)
     task.costs_at(end[None].repeat(3, 1), "search")
     clock[0] = 7.0

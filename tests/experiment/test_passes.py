@@ -79,7 +79,7 @@ def test_losses_with_their_gradients_count_for_each_phi(quadratic: Callable[...,
     before = passes_of(task)
     task.loss_and_gradient(phi, 0, range(5), 0)
     task.copied().judged_by(task.metric.with_new_ledger()).loss_and_gradient(phi[:2], 0, range(2), 0)
-    task.cost(task.origin(), "judge")
+    task.evaluate(task.origin(), "judge")
     assert passes_of(task) == Passes(loss=7)
     assert before == Passes()
     assert passes_of(noticing(task)) == Passes()

@@ -26,5 +26,5 @@ def test_what_was_reached_is_traced(quadratic: Callable[..., Any]) -> None:
     assert torch.equal(torch.stack(ends), torch.stack([points[0], points[1], points[1]]))
     assert [each.queries for each in best] == [1, 2, 3]
     with pytest.raises(BudgetError):
-        limited.cost(task.goal, "search")
+        limited.evaluate(task.goal, "search")
     assert task.metric.ledger.spent == 0

@@ -277,7 +277,7 @@ def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], s
     assert end.f is not None
     best = int(end.f.mean(end.points).argmin())
     assert end.cost <= end.evaluations[best].cost + end.f.noise_std
-    assert end.cost == end.evaluation.cost == task.cost(end.phi, "check")
+    assert end.cost == end.evaluation.cost == task.evaluate(end.phi, "check").cost
     order = end.f.mean(end.points).argsort()
     mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 49
     assert any(torch.equal(end.phi, each) for each in (mean_of_best, end.points[best]))
