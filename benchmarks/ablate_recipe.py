@@ -46,7 +46,7 @@ from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import MetricOptStep
-from metricopt_ext.tasks.rollout import Policy
+from metricopt_ext.tasks.trajectories import Policy
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.device import choose_device

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.optimizer import adam_direction
-from metricopt_ext.tasks.rollout import Policy
+from metricopt_ext.tasks.trajectories import Policy
 
 
 class AdamPolicy:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.objective import sampled_triplets

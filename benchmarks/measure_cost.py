@@ -31,7 +31,7 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.machine import processor
 from metricopt_ext.utils.seeding import generator

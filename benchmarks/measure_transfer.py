@@ -45,7 +45,7 @@ from metricopt_ext.methods.tuning import FRESH, finetune
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.files import write_json
 from metricopt_ext.value.fitting import fit_value_function, measure

@@ -37,8 +37,7 @@ from metricopt_ext.methods.algorithm1 import Algorithm1, GuidedSearch
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction
-from metricopt_ext.tasks.rollout import Policy, collect, rollout
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect, rollout
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import read_json, write_atomically, write_json

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import assign_folds, measure
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.ridge import best_penalty, ridge_path

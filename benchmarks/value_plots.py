@@ -23,7 +23,7 @@ from metricopt_ext.experiment.style import new_figure, print_written, save_figur
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import RecipeDetails, Result
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.interpolation import GaussianProcess
 from metricopt_ext.value.observations import Observations

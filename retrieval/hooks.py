@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.trajectories import Recording
 
 
 class TrajectoryRecorder(Recording):
@@ -15,7 +15,7 @@ class TrajectoryRecorder(Recording):
     them.
 
     Args:
-        arguments: Those of `recording.Recording`: adapter, metric, store, steps, evals, seed, round and index. Create
+        arguments: Those of `Recording`: adapter, metric, store, steps, evals, seed, round and index. Create
             the recorder once phi is at its start.
         then: A hook to call afterwards, e.g. ``HookContainer.end_of_iteration_hook``.
 
@@ -34,7 +34,7 @@ class TrajectoryRecorder(Recording):
         self.start()
 
     def __call__(self, trainer: Any) -> None:
-        """Record an iteration of a trainer; see `recording.Recording.record`."""
+        """Record an iteration of a trainer; see `Recording.record`."""
         self.record(trainer.losses["total_loss"].item(), trainer.models.values())
         if self.then is not None:
             self.then(trainer)

@@ -27,8 +27,7 @@ from metricopt_ext.detection.detectron2.placements import film_layers
 from metricopt_ext.search.learned import LearnedOptimizer, load_update_rule
 from metricopt_ext.search.optimizer import MetricOpt, UntrustedWarning
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.recording import Recording
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import Recording, TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.loading import load_value_function
 

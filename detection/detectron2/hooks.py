@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.detection.detectron2.export import checkpoint_of, export
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.tasks.recording import Recording
+from metricopt_ext.tasks.trajectories import Recording
 from metricopt_ext.utils.files import write_atomically
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -35,7 +35,7 @@ class TrajectoryHook(HookBase):  # type: ignore[misc]
     compute the metric; give only the main one a store with a folder.
 
     Args:
-        recording: What to record; see `recording.Recording`.
+        recording: What to record; see `Recording`.
 
     Examples:
         >>> recording = Recording(adapter, metric, TrajectoryStore(folder), steps=200, evals=10)  # doctest: +SKIP
@@ -79,7 +79,7 @@ class TrajectoryHook(HookBase):  # type: ignore[misc]
         return self.recording.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a checkpoint; see `recording.Recording.load_state_dict`."""
+        """Continue from a checkpoint; see `Recording.load_state_dict`."""
         self.recording.load_state_dict(state)
 
     def _loss(self) -> float:

@@ -34,8 +34,7 @@ from metricopt_ext.methods.rounds import learn_in_rounds
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.runtime.progress import Bars, Callback
-from metricopt_ext.tasks.recording import Recording
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Recording, Trajectory
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 

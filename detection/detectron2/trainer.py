@@ -31,7 +31,7 @@ from metricopt_ext.detection.metric import kind_of
 from metricopt_ext.errors import ConfigError, DataError, MetricOptError
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator, seeded_streams
 
 

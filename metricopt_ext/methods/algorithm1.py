@@ -21,10 +21,17 @@ from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.search.guided_es import es_direction
-from metricopt_ext.tasks.rollout import Ends, Policy, check_observations, collect, rollout
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectories import (
+    Ends,
+    Policy,
+    Trajectory,
+    TrajectoryStore,
+    collect,
+    observation_steps,
+    rollout,
+)
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -73,7 +80,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         metric_rate: alpha_t, not given in the paper.
         optimizer: The optimizer whose trajectories are collected and whose steps span the search space.
         start_std: Standard deviation of phi_0, not given in the paper.
-        ends: Whether both ends are among the K steps, or all are random; see `rollout.observation_steps`.
+        ends: Whether both ends are among the K steps, or all are random; see `observation_steps`.
         history: k of Eq. 3.
         history_grows: Let Eq. 3 divide by the number of directions so far until there are k; otherwise by k from the
             first step on, as printed.
@@ -109,7 +116,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         check_integer(1, steps=self.steps, evals=self.evals, history=self.history, count=self.count)
         check_above(0, lr=self.lr, start_std=self.start_std, variance=self.variance)
         check_at_least(0, metric_rate=self.metric_rate)
-        check_observations(self.steps, self.evals, self.ends)
+        observation_steps(self.steps, self.evals, 0, 0, ends=self.ends)  # refuses what it can't draw
         check_bool(history_grows=self.history_grows)
         check_instance("ReptileLearner.paper()", learner=self.learner)
         check_instance("GaussianProcessLabels()", labels=self.labels)

@@ -25,10 +25,9 @@ from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, c
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.notifying import notifying
-from metricopt_ext.tasks.rollout import observation_steps
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator

@@ -12,7 +12,7 @@ from metricopt_ext.methods.run_folder import ADAPTER, EVALUATIONS, IDENTITY, SEE
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference
 from metricopt_ext.tasks.settings import Settings, Value
-from metricopt_ext.tasks.trajectory import TRAJECTORIES
+from metricopt_ext.tasks.trajectories import TRAJECTORIES
 
 
 def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:

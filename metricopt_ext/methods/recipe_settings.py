@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted

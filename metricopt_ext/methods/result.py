@@ -19,7 +19,7 @@ from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import split_half_correlation
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.value_function import Quality, ValueFunction

@@ -11,10 +11,9 @@ from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.notifying import notifying
-from metricopt_ext.tasks.rollout import Policy, collect
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.fitting import Fit

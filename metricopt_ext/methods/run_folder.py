@@ -17,7 +17,7 @@ from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import TRAJECTORIES, TrajectoryStore
+from metricopt_ext.tasks.trajectories import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished
 
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "log.jsonl", "holdout.jsonl"

@@ -14,7 +14,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
 from metricopt_ext.utils.words import brief
 

@@ -13,9 +13,9 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.notifying import notifying
-from metricopt_ext.tasks.rollout import Policy, rollout
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectories import Policy, rollout
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.fitting import Fit

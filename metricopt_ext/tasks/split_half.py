@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 
 # Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
 TELLING = 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.threads import num_threads
 
 with warnings.catch_warnings():

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import BOUNDS, GaussianProcess
 from metricopt_ext.value.observations import Observations, common_signature
 

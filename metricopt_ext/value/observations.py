@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 
 
 @dataclass(frozen=True)

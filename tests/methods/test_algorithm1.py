@@ -15,7 +15,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.algorithm1 import END_QUERIES, LEAST_TASKS, Algorithm1, LossOptimizer
 from metricopt_ext.search.guided_es import es_direction
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import assign_folds
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner

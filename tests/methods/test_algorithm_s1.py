@@ -19,8 +19,7 @@ from metricopt_ext import (
 from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
 from metricopt_ext.methods.tuning import FRESH
 from metricopt_ext.search.learned import LearnedObjective, LearnedOptimizer, combine, load_update_rule, unroll
-from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.online import OnlineReptile

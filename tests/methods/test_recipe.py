@@ -24,8 +24,7 @@ from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.methods.rounds import meta_train
 from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_start
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.tasks.rollout import rollout
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner

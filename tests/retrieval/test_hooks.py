@@ -25,8 +25,7 @@ from metricopt_ext.retrieval.recall import recall_metric
 from metricopt_ext.retrieval.task import embedding_loss
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore
+from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 from retrieval_losses import RecallLoss
 

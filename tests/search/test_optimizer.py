@@ -17,7 +17,7 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, adam_direction
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.rollout import rollout
+from metricopt_ext.tasks.trajectories import rollout
 from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 

@@ -19,7 +19,7 @@ from metricopt_ext.tasks.split_half import (
     seen_on_half,
     split_half_correlation,
 )
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 
 
 def trajectory(round: int, observed: list[int], halves: list[list[float]] | None, steps: int = 10) -> Trajectory:

@@ -22,9 +22,15 @@ from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.recording import Recording
-from metricopt_ext.tasks.rollout import collect, observation_steps, rollout
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
+from metricopt_ext.tasks.trajectories import (
+    Recording,
+    Trajectory,
+    TrajectoryStore,
+    collect,
+    load_trajectories,
+    observation_steps,
+    rollout,
+)
 
 Make = Callable[..., Any]
 

@@ -15,7 +15,7 @@ from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss, load_r
 from metricopt_ext.siblings.sl.set_loss import SetLoss, load_set_loss
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.inference_file import save_inference
-from metricopt_ext.tasks.trajectory import Trajectory, TrajectoryStore, load_trajectories
+from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, load_trajectories
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.gp import GPValueFunction

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from helpers.evaluations import told
 from helpers.tensors import rand32
-from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory, observation_steps
 
 
 def _smooth(phi: Tensor) -> Tensor:

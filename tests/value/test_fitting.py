@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations

@@ -13,7 +13,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
 from helpers.evaluations import told
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess, Skill
 from metricopt_ext.value.labels import GaussianProcessLabels
 

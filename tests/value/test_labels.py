@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcess
 from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.observations import Observations

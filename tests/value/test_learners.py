@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.evaluations import told
 from helpers.tensors import rand32
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations

@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers.refusals import assert_named
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.labels import LinearLabels
 from metricopt_ext.value.observations import Observations
 

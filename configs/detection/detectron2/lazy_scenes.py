@@ -20,7 +20,7 @@ from metricopt_ext.detection.detectron2.datasets import as_records
 from metricopt_ext.detection.detectron2.evaluator import AP50Evaluator, ap50_metric
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.voc import read_voc
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 
 data = {
     "root": L(write_scenes)(

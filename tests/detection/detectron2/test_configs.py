@@ -36,7 +36,7 @@ from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.detection.toolkit import Example
 from metricopt_ext.detection.voc import write_voc
-from metricopt_ext.tasks.trajectory import TrajectoryStore
+from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.tools import evaluate_ap50, finetune_detector
 
 pytestmark = pytest.mark.detectron2

@@ -29,8 +29,7 @@ from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, traject
 from metricopt_ext.detection.records import DetectionSet
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.rollout import observation_steps
-from metricopt_ext.tasks.trajectory import Trajectory
+from metricopt_ext.tasks.trajectories import Trajectory, observation_steps
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.value_function import Quality, RidgeValueFunction
 
