@@ -36,14 +36,17 @@ class Ledger:
         """Queries left; infinite without a budget."""
         return math.inf if self.budget is None else self.budget - self.spent
 
-    def require(self, queries: int) -> None:
-        """Refuse a run's queries that are not left.
+    def require(self, queries: int, purpose: str = "this run") -> None:
+        """Refuse queries that are not left.
 
         Raises:
             BudgetError: Fewer are.
         """
         if queries > self.left:
-            raise BudgetError(f"{counted(queries, 'query')} requested, {self.left} left in the metric's own budget")
+            raise BudgetError(
+                f"{counted(queries, 'query')} requested ({purpose}), {self.left} left of the metric's own budget of"
+                f" {self.budget}; spent so far: {self.spent_on}"
+            )
 
     def spend(self, purpose: str, queries: int = 1) -> None:
         """Count queries.
@@ -51,11 +54,7 @@ class Ledger:
         Raises:
             BudgetError: Fewer queries are left.
         """
-        if queries > self.left:
-            raise BudgetError(
-                f"{counted(queries, 'metric query')} requested ({purpose}), {self.left} left of a budget of"
-                f" {self.budget}; spent so far: {self.spent_on}"
-            )
+        self.require(queries, purpose)
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
 
     def take_back(self, purpose: str, queries: int) -> None:
