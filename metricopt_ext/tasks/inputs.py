@@ -35,10 +35,8 @@ def each_batch(inputs: Iterable[Any], use: Callable[[Any], Found]) -> Iterator[F
             raise
         except Exception as error:
             shown = f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else brief(batch)
-            single = isinstance(batch, Tensor) and batch.dim() and len(batch) == 1
             raise DataError(
-                f"the model can't take batch {number} of the inputs, {shown}: {brief(error)};"
-                f" {'leave a batch of one example out' if single else REMEDY}"
+                f"the model can't take batch {number} of the inputs, {shown}: {brief(error)}; {REMEDY}"
             ) from error
         yield found
     if number < 0:

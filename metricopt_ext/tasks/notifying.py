@@ -14,15 +14,13 @@ class Notifying:
 
     Attributes:
         callback: Gets the number of queries that have been spent, and the metric's value.
-        before: Queries that were spent before, under another ledger.
     """
 
     callback: Callback
-    before: int = 0
 
     def __call__(self, query: Query) -> None:
         """Tell of a query."""
-        self.callback.query(self.before + query.spent, query.value)
+        self.callback.query(query.spent, query.value)
 
 
 def notifying(task: FinetuneTask, callback: Callback | None) -> AbstractContextManager[None]:
