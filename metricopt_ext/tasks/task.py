@@ -263,8 +263,8 @@ class FinetuneTask:
         with self.adapter.applied(Start(self.origin())):
             yield
         after = checksums(self.adapter.model)
-        changed = [name for name, each in before.items() if after.get(name) != each]
-        if changed := [name for name in changed if not name.startswith(f"{CONTEXT_NAME}.")]:
+        changed = [name for name in before if after.get(name) != before[name] and name.split(".")[0] != CONTEXT_NAME]
+        if changed:
             raise WeightsError(
                 f"metric {self.metric.name!r} or the loss changed the model's {and_more(changed)}, so that values"
                 " may be of another model. Evaluate a copy of the model, and let the loss change nothing"
@@ -487,12 +487,10 @@ class FinetuneTask:
                 " model.gradient_checkpointing_disable()"
             )
 
-        handles = [layer.register_forward_pre_hook(refuse) for layer, _ in self.adapter.modulations()]
-        try:
+        with ExitStack() as held:
+            for layer, _ in self.adapter.modulations():
+                held.callback(layer.register_forward_pre_hook(refuse).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _followed(phi: Tensor, differentiable: bool) -> Tensor:
