@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -31,7 +30,6 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.notifying import notifying
-from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
@@ -147,8 +145,7 @@ class Evaluating:
             if self._stage != (stage := batch[0].stage):
                 self._stage = stage
                 self.callback.stage(stage)
-            for _, group in groupby(batch, key=_together):
-                yield from self._answered(list(group))
+            yield from self._answered(batch)
 
     def _next_batch(self, most: int | None) -> list[Trial]:
         if most is not None and len(self.asking.trials) >= most:
@@ -167,7 +164,7 @@ class Evaluating:
         return batch if most is None else [trial for trial in batch if trial.id < most]
 
     def _answered(self, trials: Sequence[Trial]) -> Iterator[Trial]:
-        """Answer trials of one model with one choice of settings."""
+        """Answer the trials of a batch: first those on file, then the others."""
         metric, stage = self.task.metric, trials[0].stage
         for trial in trials:
             if (known := self.asking.answer(trial.id)) is not None:
@@ -175,16 +172,8 @@ class Evaluating:
                 yield trial
                 metric.tell(known, stage, trial.at.phi, on_file=True)
         new = [trial for trial in trials if self.asking.log.told(trial.id) is None]
-        if not new:
-            return
-
-        def where(index: int) -> str:
-            if stage == "starts":
-                return f"at {KEPT.get(new[index].name, f'the start {new[index].name!r}')}"
-            return f"query {new[index].id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
-
         began, spent = time.perf_counter(), metric.ledger.spent
-        for trial, evaluation in zip(new, self._evaluations(new, where), strict=True):
+        for trial, evaluation in zip(new, self._evaluations(new), strict=True):
             self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
             self.asking.tell(trial.id, evaluation)
             yield trial
@@ -192,7 +181,7 @@ class Evaluating:
             metric.tell(evaluation, stage, trial.at.phi, spent)
             began = time.perf_counter()
 
-    def _evaluations(self, trials: Sequence[Trial], where: Callable[[int], str]) -> Iterator[Evaluation]:
+    def _evaluations(self, trials: Sequence[Trial]) -> Iterator[Evaluation]:
         """Yield the metric's evaluations of trials, as many at once as there are ranks, each of which books all.
 
         The first of a run is made by each of them, as one query: what they find must be the same.
@@ -206,7 +195,7 @@ class Evaluating:
 
         def judged(index: int) -> Evaluation:
             self._held.at(trials[index].at)
-            return self.task.judge(trials[index].at, where(index))
+            return self.task.judge(trials[index].at, self._where(trials[index]))
 
         at = 0
         while at < len(trials):
@@ -220,10 +209,11 @@ class Evaluating:
                 yield alike(metric, distributed.everywhere(partial(judged, at)))
             at += len(wave)
 
-
-def _together(trial: Trial) -> tuple[int, int, dict[str, Value]]:
-    """Return what is the same of trials of one model, with one choice of settings."""
-    return id(trial.at.buffers), id(trial.at.parameters), dict(trial.at.settings)
+    def _where(self, trial: Trial) -> str:
+        """Return what an error says of where it came."""
+        if trial.stage == "starts":
+            return f"at {KEPT.get(trial.name, f'the start {trial.name!r}')}"
+        return f"query {trial.id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
 
 def search_results(
