@@ -158,8 +158,7 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
             with started.there(limited):
                 for _ in Evaluating(limited, asking, Callback()).trials():
                     pass
-            end = stage.end()
-            kept = end.values if accepted(end, confidence) else tuned.first
+            kept = stage.best.start.settings if accepted(stage, confidence) else tuned.first
             yield meter.reached(replace(start, settings=kept))
 
     return Baseline(run)

@@ -18,7 +18,7 @@ from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, labelled
-from metricopt_ext.search.stages import SettingsEnd, SettingsStage
+from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
@@ -207,7 +207,7 @@ class SettingsRun(ProgramRun):
             tuned = self._confirmed(tuned)
         return tuned
 
-    def _asked(self, queries: int) -> Run[SettingsEnd]:
+    def _asked(self, queries: int) -> Run[Start]:
         """Ask for the defaults, then for other settings; returns the best."""
         at = Start(torch.zeros(0))
         ((_, first),) = yield Batch([at], "starts", [BEFORE])
@@ -215,10 +215,10 @@ class SettingsRun(ProgramRun):
         rank = partial(ranked, limits=Limits.of(self.constraints, first))
         stage = SettingsStage(self.settings, at, first, queries, rank)
         yield from labelled(stage.batches(), "settings", BEFORE)
-        return stage.end()
+        return stage.best.start
 
     def _score_batch(
-        self, asking: Asking[SettingsEnd], batch: Sequence[Trial], jobs: int, failures: int, callback: Callback
+        self, asking: Asking[Start], batch: Sequence[Trial], jobs: int, failures: int, callback: Callback
     ) -> None:
         """Score what is not on file of a batch, several at once, and keep it; the same settings are scored once."""
         new: dict[str, list[Trial]] = {}
@@ -245,14 +245,14 @@ class SettingsRun(ProgramRun):
 
         side_by_side(ask, scored, tell, jobs)
 
-    def _tell(self, asking: Asking[SettingsEnd], trial: Trial, found: Score | Failed, callback: Callback) -> None:
+    def _tell(self, asking: Asking[Start], trial: Trial, found: Score | Failed, callback: Callback) -> None:
         if isinstance(found, Failed):
             asking.tell(trial.id, FAILED)
             return
         asking.tell(trial.id, self._evaluation(found), seconds=found.seconds)
         callback.query(asking.log.asked, found.value)
 
-    def _known(self, asking: Asking[SettingsEnd], trials: Sequence[Trial]) -> bool:
+    def _known(self, asking: Asking[Start], trials: Sequence[Trial]) -> bool:
         """Answer trials whose settings were scored already, which takes no query; returns whether they were."""
         for trial in trials:
             known = self._entry(asking, trial.at.settings)
@@ -261,7 +261,7 @@ class SettingsRun(ProgramRun):
             asking.tell(trial.id, asking.log.evaluation(known) or FAILED, asked=0)
         return True
 
-    def _entry(self, asking: Asking[SettingsEnd], values: Values) -> Entry | None:
+    def _entry(self, asking: Asking[Start], values: Values) -> Entry | None:
         """Return what is known of settings; None if they were not scored."""
         texts = self.settings.texts(self.settings.complete(values))
         told = (asking.log.told(each.id) for each in asking.trials)
@@ -270,13 +270,13 @@ class SettingsRun(ProgramRun):
     def _texts(self, at: Start | Entry) -> dict[str, str]:
         return self.settings.texts(self.settings.complete(at.settings or {}))
 
-    def _decided(self, asking: Asking[SettingsEnd]) -> SettingsOutcome:
+    def _decided(self, asking: Asking[Start]) -> SettingsOutcome:
         """Return what the guard makes of the search's end; one that failed, or violates a constraint, is none."""
         assert asking.end is not None
         visited = [each for trial in asking.trials if (each := asking.answer(trial.id)) is not None]
         limits = Limits.of(self.constraints, visited[0])
-        before, end = self._score(asking, {}), self._entry(asking, asking.end.values)
-        best_values = self.settings.complete({} if end is None or end.failed else asking.end.values)
+        before, end = self._score(asking, {}), self._entry(asking, asking.end.settings)
+        best_values = self.settings.complete({} if end is None or end.failed else asking.end.settings)
         best = self._score(asking, best_values)
         ends = {BEFORE: self._evaluation(before), AFTER: self._evaluation(best)}
         others = list(visited)
@@ -327,7 +327,7 @@ class SettingsRun(ProgramRun):
         tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)
         return tuned if chosen == AFTER else replace(tuned, values=self.settings.defaults, after=tuned.before)
 
-    def _score(self, asking: Asking[SettingsEnd], values: Values) -> Score:
+    def _score(self, asking: Asking[Start], values: Values) -> Score:
         """Return what the program found for settings."""
         known = self._entry(asking, values)
         assert known is not None

@@ -24,8 +24,8 @@ from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import reestimate_batchnorm
-from metricopt_ext.methods.tuned_settings import SETTINGS
 from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within, told
+from metricopt_ext.search.stages import SETTINGS
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 

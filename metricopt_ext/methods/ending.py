@@ -14,8 +14,8 @@ from metricopt_ext.methods.constrained import Constrained, best_of, decide_withi
 from metricopt_ext.methods.guard import LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
-from metricopt_ext.methods.tuned_settings import SETTINGS, TunedSettings
-from metricopt_ext.search.stages import Point, SettingsEnd
+from metricopt_ext.methods.tuned_settings import TunedSettings
+from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
@@ -103,7 +103,7 @@ def guarded(
     confidence: float,
     part: tuple[Tensor, Evaluation] | None = None,
     limits: Limits | None = None,
-    stage: SettingsEnd | None = None,
+    stage: SettingsStage | None = None,
 ) -> Result:
     """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
 
@@ -114,7 +114,7 @@ def guarded(
         confidence: How sure the guard must be, at least 0.5 and below 1.
         part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
         limits: The metric's constraints; what violates one is not kept.
-        stage: Where the stage over settings of inference ended; None without any.
+        stage: The stage over settings of inference; None without any.
     """
     starts, evaluated, started = began.starts, began.evaluated, began.name
     start, repeats = began.at.phi, task.metric.repeats
@@ -131,7 +131,7 @@ def guarded(
         decision = replace(decision, kept=kept)
         path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
     others = began.elsewhere
-    tried = [] if stage is None else [each.evaluation for each in stage.tried[1:] if each.evaluation is not None]
+    tried = [] if stage is None else [each.evaluation for each in stage.points[1:]]
     others += [each for each in tried if started != SETTINGS or each is not evaluated[started]]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
@@ -166,12 +166,12 @@ def guarded(
     )
 
 
-def settings_of(task: FinetuneTask, kept: Start, stage: SettingsEnd | None, started: Start) -> TunedSettings | None:
+def settings_of(task: FinetuneTask, kept: Start, stage: SettingsStage | None, started: Start) -> TunedSettings | None:
     """Return what became of a task's settings of inference; None of a task without any."""
     if task.settings is None:
         return None
     values, first = (task.values_of(each.settings) for each in (kept, started))
-    return TunedSettings.of(task.settings, values, stage, task.metric, first)
+    return TunedSettings.of(task.settings, values, stage, first)
 
 
 def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:

@@ -16,9 +16,9 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import divided
-from metricopt_ext.methods.tuned_settings import SETTINGS, accepted
+from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.search.asking import Asking, Batch, Run, labelled
-from metricopt_ext.search.stages import Point, SettingsStage, along_line, planned_lines
+from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage, along_line, planned_lines
 from metricopt_ext.search.strategy import Answers, Begun, SearchStrategy
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -155,11 +155,11 @@ class SearchRun:
         at, asked = self.starts[self.started], len(self.points)
         left = self.planned - self._for_what_is_kept()
         most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
-        self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self._rank)
-        yield from labelled(self._settings.batches(), "settings", self.started)
-        if accepted(end := self._settings.end(), self._confidence):
-            self.starts[SETTINGS] = replace(at, settings=end.values)
-            self.evaluated[SETTINGS], self.started = end.evaluation, SETTINGS
+        stage = self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self._rank)
+        yield from labelled(stage.batches(), SETTINGS, self.started)
+        if accepted(stage, self._confidence):
+            _, self.starts[SETTINGS], self.evaluated[SETTINGS] = stage.best
+            self.started = SETTINGS
 
     def _searching(self, model: str) -> Run[None]:
         """Search from the start that was chosen, of which all that differs in phi alone is known.
@@ -262,8 +262,7 @@ class SearchRun:
         assert self._search is not None
         end = self._search.end(Answers() if self._over else asking.told())
         part = None if self._part is None else next(iter(self._part.evaluated), None)
-        stage = None if self._settings is None else self._settings.end()
-        result = guarded(self.task, self._began, end, self._confidence, part, self.limits, stage)
+        result = guarded(self.task, self._began, end, self._confidence, part, self.limits, self._settings)
         besides = self._besides * self.task.metric.repeats
         queries = {**result.queries, "search": result.queries["search"] + besides}
         return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)

@@ -11,7 +11,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.methods.tuned_settings import SETTINGS
+from metricopt_ext.search.stages import SETTINGS
 from metricopt_ext.tasks.inputs import each_batch
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.weights import same_bits

@@ -1,17 +1,11 @@
 """What became of the settings of inference in a run: before and after, what they cost, and what was tried."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from metricopt_ext.methods.guard import START_CONFIDENCE, judge
-from metricopt_ext.search.stages import SettingsEnd
-from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.words import counted
-
-# The name of the start that a search has where its settings were tuned.
-SETTINGS = "settings"
 
 # How sure the guard must be of tuned settings: they are the best of few named candidates, as a start is. At 0.75 and at
 # 0.85 it keeps no more on test, on four tasks, and refuses some that gain (docs/settings.md).
@@ -42,25 +36,24 @@ class TunedSettings:
 
     @classmethod
     def of(
-        cls, settings: Settings, after: Values, end: SettingsEnd | None, metric: Metric, started: Values | None = None
+        cls, settings: Settings, after: Values, stage: SettingsStage | None, started: Values | None = None
     ) -> "TunedSettings":
         """Make one.
 
         Args:
             settings: The task's.
             after: Those of what was kept.
-            end: The stage's end; None where it was not run.
-            metric: Its units.
+            stage: What was asked; None where it was not run.
             started: Those that the search of phi began with; None for those that were kept.
         """
-        known = () if end is None else end.tried
-        tried = tuple((each.values, each.evaluation.value) for each in known if each.evaluation)
+        points = [] if stage is None else stage.points
+        tried = tuple((dict(each.start.settings), each.evaluation.value) for each in points)
         untried = ""
-        if end is not None and len(tried) == 1 and settings.queries:
+        if stage is not None and len(tried) == 1 and settings.queries:
             untried = "the search needs all queries; give it more"
-            if len(known) > 1:
+            if stage.given_up:
                 untried = "all were given up"
-            elif end.queries:
+            elif stage.queries:
                 untried = (
                     f"what else there is takes more than {settings.inference:g} times as long; allow more by inference="
                 )
@@ -114,16 +107,15 @@ def shown(value: Value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def accepted(end: SettingsEnd, confidence: float) -> bool:
-    """Whether the guard believes the gain of tuned settings over those that the stage began with.
+def accepted(stage: SettingsStage, confidence: float) -> bool:
+    """Whether the guard believes the gain of tuned settings over those that a stage began with.
 
     Args:
-        end: The stage's end.
+        stage: The stage, at its end.
         confidence: The run's; at most `SETTINGS_CONFIDENCE` is asked.
     """
-    first = end.tried[0].evaluation
-    assert first is not None
-    if end.values == end.tried[0].values:
+    first, best = stage.points[0], stage.best
+    if best is first:
         return False
-    visited: Sequence[Evaluation] = [each.evaluation for each in end.tried if each.evaluation is not None]
-    return judge(first, end.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
+    visited = [each.evaluation for each in stage.points]
+    return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted

@@ -4,17 +4,16 @@ What lies at t is the caller's: phi = start + t v, the strength of an adjustment
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
-
-# What is known on a line: t, and the metric's evaluation there.
-Known = list[tuple[float, Evaluation]]
 
 # The first two are asked a tenth of the interval to each side of the start: half of an adjustment of [-2.5, 2.5].
 # Further out a metric is often ruined, and tells nothing of where it is best.
@@ -31,67 +30,70 @@ CANDIDATES = 101
 NEAR = 1 / 250
 
 
-def line_search(
-    interval: tuple[float, float],
-    queries: int,
-    known: Known,
-    *,
-    start: float = 0.0,
-    first: Sequence[float] | None = None,
-) -> Generator[list[float], Known, None]:
-    """Search along a line: yield t to ask for, and be sent those that were answered, with the metric's evaluations.
+class OnLine(NamedTuple):
+    """A start that lies on a line, and what the metric is there."""
 
-    1. Ask the first t, by default a tenth of the interval to each side of the start, unless something is known there.
+    t: float
+    start: Start
+    evaluation: Evaluation
+
+
+# What yields starts that the metric is asked for, and returns its evaluations: None of those that were given up.
+Asked = Generator[list[Start], Any, list[Evaluation | None]]
+
+
+def line_search(
+    line: StartLine, queries: int, known: list[OnLine], ask: Callable[[list[Start]], Asked]
+) -> Generator[list[Start], Any, None]:
+    """Search along a line.
+
+    1. Ask for its ``first`` t, unless something is known nearby.
     2. Fit f, a Gaussian process, to all that is known. Ask where its mean less its standard deviation is least (the
-       lower confidence bound; Srinivas et al., 2010). Go on with 2.
+       lower confidence bound; Srinivas et al., 2010). Go on with 2, until nothing that was asked for is answered.
 
     Args:
-        interval: Least and largest t.
+        line: The line.
         queries: How many may be answered besides those that are known, at least 0.
-        known: What is known, in any order; without any, the start is asked first. What is answered is added.
-        start: Where the line begins, in the interval.
-        first: The t that are asked first; None for both sides of the start.
+        known: What is known on it, the start of the search first; what is answered is added.
+        ask: Asks for starts.
 
     Raises:
-        ValueError: The interval is empty or infinite, a t is not in it, or ``queries`` is no integer of at least 0.
-
-    Examples:
-        >>> known = []
-        >>> asking = line_search((0.0, 2.0), 20, known)
-        >>> asked = next(asking)
-        >>> while len(known) < 6:
-        ...     asked = asking.send([(t, Evaluation((t - 1.3) ** 2)) for t in asked])
-        >>> abs(known[best_known((0.0, 2.0), known)][0] - 1.3) < 0.2
-        True
+        ValueError: A t is not on the line, or ``queries`` is no integer of at least 0.
     """
     check_integer(0, queries=queries)
-    _check(interval, [start, *(first or ()), *(t for t, _ in known)])
-    known.sort(key=lambda each: each[0] != start)  # the start first, as in any search
-    most = len(known) + queries
-    if not known and queries:
-        known += yield [start]
-    times = first_times(interval, start, known, first)
-    if len(known) < most and times:
-        known += yield times[: most - len(known)]
+    interval, most = (line.low, line.high), len(known) + queries
+    for each in known:
+        if not line.low <= each.t <= line.high:
+            raise ValueError(f"t is {each.t}, outside the line's interval {interval}; widen it, or leave that t out")
+    times = first_times(line, known)[:queries]
     while len(known) < most:
-        known += yield [next_time(interval, known)]
+        times = times or [next_time(interval, known)]
+        starts = [line.at(t) for t in times]
+        found = yield from ask(starts)
+        told = zip(times, starts, found, strict=True)
+        answered = [OnLine(t, start, evaluation) for t, start, evaluation in told if evaluation is not None]
+        if not answered:
+            return
+        known += answered
+        times = []
 
 
-def first_times(
-    interval: tuple[float, float], start: float, known: Known, first: Sequence[float] | None = None
-) -> list[float]:
-    """Return which t to ask first, in the interval, where nothing is known yet: by default both sides of the start."""
-    low, high = interval
-    step = FIRST * (high - low)
-    sides = (start + step, start - step) if first is None else first
-    there, chosen = [t for t, _ in known], list[float]()
-    for t in sides:
-        if low <= t <= high and all(abs(t - other) > step / 5 for other in (*there, *chosen)):
+def first_times(line: StartLine, known: Sequence[OnLine]) -> list[float]:
+    """Return which t are asked first: the line's, where nothing is known yet."""
+    apart, chosen = FIRST * (line.high - line.low) / 5, [each.t for each in known]
+    for t in line.first:
+        if all(abs(t - other) > apart for other in chosen):
             chosen.append(t)
-    return chosen
+    return chosen[len(known) :]
 
 
-def next_time(interval: tuple[float, float], known: Known) -> float:
+def beside(low: float, high: float, t: float) -> tuple[float, ...]:
+    """Return what is asked first on both sides of a t, as far as it is in an interval."""
+    step = FIRST * (high - low)
+    return tuple(side for side in (t + step, t - step) if low <= side <= high)
+
+
+def next_time(interval: tuple[float, float], known: Sequence[OnLine]) -> float:
     """Return the t in an interval at which f's mean less its standard deviation is least, and nothing is known yet.
 
     While the metric does not vary, that is the t that is furthest from all that is known.
@@ -101,42 +103,33 @@ def next_time(interval: tuple[float, float], known: Known) -> float:
         known: What is known, one at least.
     """
     grid = torch.linspace(*interval, CANDIDATES, dtype=torch.float64)
-    apart = (grid[:, None] - torch.tensor([t for t, _ in known], dtype=torch.float64)).abs().amin(1)
+    apart = (grid[:, None] - torch.tensor([each.t for each in known], dtype=torch.float64)).abs().amin(1)
     f = fit(interval, known)
     bound = -apart if f is None else f.members(grid[:, None])[:, 0] - f.std(grid[:, None])
     bound[apart < NEAR * (interval[1] - interval[0])] = math.inf
     return float(grid[bound.argmin()])
 
 
-def best_known(interval: tuple[float, float], known: Known) -> int:
+def best_known(interval: tuple[float, float], known: Sequence[OnLine]) -> int:
     """Return the index of what is known with the least f, which smooths luck over neighbours; the first of equals."""
     f = fit(interval, known)
-    return 0 if f is None else int(f.members(_column([t for t, _ in known])).argmin())
+    return 0 if f is None else int(f.members(_column([each.t for each in known])).argmin())
 
 
-def fit(interval: tuple[float, float], known: Known) -> GPValueFunction | None:
+def fit(interval: tuple[float, float], known: Sequence[OnLine]) -> GPValueFunction | None:
     """Return a Gaussian process of t, ``n x 1``, conditioned on what is known; None if the metric does not vary there.
 
     Mean and amplitude are in closed form, length scale and noise are those of the highest marginal likelihood times
     prior (`GPLearner`), the noise no less than repeats of an evaluation show.
     """
-    cost = torch.tensor([evaluation.cost for _, evaluation in known], dtype=torch.float64)
+    cost = torch.tensor([each.evaluation.cost for each in known], dtype=torch.float64)
     if cost.min() == cost.max():
         return None
     typical = TYPICAL * (interval[1] - interval[0])
     learner = GPLearner(typical / math.sqrt(2), Spectrum.flat(1), exponents=(0.0,))  # all directions are this one
-    noise = noise_of([evaluation for _, evaluation in known])
-    return learner(_column([t for t, _ in known]), cost, least_noise=noise)
+    noise = noise_of([each.evaluation for each in known])
+    return learner(_column([each.t for each in known]), cost, least_noise=noise)
 
 
 def _column(times: Sequence[float]) -> Tensor:
     return torch.tensor(times, dtype=torch.float64)[:, None]
-
-
-def _check(interval: tuple[float, float], times: Sequence[float]) -> None:
-    low, high = interval
-    if not -math.inf < low < high < math.inf:
-        raise ValueError(f"the interval is {interval}; it must be two finite numbers, the least first")
-    for t in times:
-        if not low <= t <= high:
-            raise ValueError(f"t is {t}, outside the line's interval {interval}; widen it, or leave that t out")

@@ -6,17 +6,18 @@ So each is looked at alone, from the best values so far on, and then a few prese
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
-from metricopt_ext.search.lines import Known, best_known, first_times, line_search
+from metricopt_ext.search.lines import Asked, OnLine, beside, best_known, line_search
 from metricopt_ext.search.strategy import Answers, Batches
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
+from metricopt_ext.tasks.settings import Setting, Settings, Value
 
 # Of all queries, lines take at most this share. A line takes at least three, or it is not looked along, and at most
 # six: a function of one number that bends once or twice is known by then. Starts that lie on it count among them.
@@ -30,6 +31,9 @@ STEPS = 100
 
 # Of the stage's queries, presets are left as many as there are, up to this share.
 PRESETS = 1 / 2
+
+# The name of what is asked of settings, and of the start that a search has where these were tuned.
+SETTINGS = "settings"
 
 # What is least of the best evaluation.
 Rank = Callable[[Evaluation], Any]
@@ -151,66 +155,36 @@ def along_line(
     Returns:
         Its best, by the process, and the t of that; None where that was known before.
     """
-    trained, before = points[0].start, len(points)
+    trained = points[0].start
     if best is not trained and PlacesOnLine(line, base).of(trained) is not None:
         line = line.through(best)
     places = PlacesOnLine(line, base)
-    known: Known = [(t, each.evaluation) for each in points if (t := places.of(each.start)) is not None]
-    on_line, start = len(known), known[0][0] if known else line.first[0]
-    asking, answered = line_search((line.low, line.high), queries, known, start=start, first=line.first), None
-    while True:
-        try:
-            times = asking.send(answered)  # type: ignore[arg-type]
-        except StopIteration:
-            break
-        answers = yield [line.at(t) for t in times]
-        points += [Point(name, each.at, each.evaluation) for each in answers if each.evaluation is not None]
-        answered = [(t, each.evaluation) for t, each in zip(times, answers, strict=True) if each.evaluation is not None]
+    known = [OnLine(t, each.start, each.evaluation) for each in points if (t := places.of(each.start)) is not None]
+    before = len(known)
+    yield from line_search(line, queries, known, partial(_asked, name, points))
     at = best_known((line.low, line.high), known)
-    ranks = [rank(evaluation) for _, evaluation in known]
+    ranks = [rank(each.evaluation) for each in known]
     if isinstance(ranks[at], tuple) and ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
         at = ranks.index(min(ranks))
-    return (points[before + at - on_line], known[at][0]) if at >= on_line else None
+    return (Point(name, known[at].start, known[at].evaluation), known[at].t) if at >= before else None
+
+
+def _asked(name: str, points: list[Point], starts: list[Start]) -> Asked:
+    """Ask for starts, and add those that are answered to the points."""
+    answers = yield starts
+    points += [Point(name, each.at, each.evaluation) for each in answers if each.evaluation is not None]
+    return [each.evaluation for each in answers]
 
 
 # --- Settings of inference ---------------------------------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-    """Values that were asked for.
-
-    Attributes:
-        values: One for every setting.
-        evaluation: The metric's; None of values that were given up.
-    """
-
-    values: dict[str, Value]
-    evaluation: Evaluation | None
-
-
-@dataclass(frozen=True)
-class SettingsEnd:
-    """Where the stage stands.
-
-    Attributes:
-        values: The best, one for every setting.
-        evaluation: Theirs.
-        tried: All that were asked, the first values before.
-        queries: Queries that it might ask for.
-    """
-
-    values: dict[str, Value]
-    evaluation: Evaluation
-    tried: tuple[Tried, ...]
-    queries: int
-
-
 class SettingsStage:
     """A stage over settings of inference at one start.
 
-    1. For each setting that is tuned alone, in order, from the best values so far: of an interval ask both sides, then
-       where a Gaussian process of one variable may be least (`line_search`); of numbers ask one below and two above,
-       then go on outwards while it gains; of other values ask each.
+    1. For each setting that is tuned alone, in order, from the best values so far: an interval is a line, looked along
+       from both sides of the best on (`line_search`); of numbers ask one below and two above, then go on outwards while
+       it gains; of other values ask each.
     2. Ask the presets, each put on the best so far.
 
     What takes more inference time than may be taken is left out, and so is what was asked before.
@@ -221,6 +195,10 @@ class SettingsStage:
         first: The metric's evaluation there.
         queries: Queries that it may ask for, at most those of the settings.
         rank: What is least of the best evaluation; by default its cost.
+
+    Attributes:
+        points: What is known, the first values before; each start has a value for every setting.
+        given_up: The starts whose evaluation was given up.
     """
 
     def __init__(
@@ -231,102 +209,87 @@ class SettingsStage:
         queries: int | None = None,
         rank: Rank = lambda evaluation: evaluation.cost,
     ) -> None:
-        self.settings, self.at, self.rank = settings, at, rank
+        self.settings, self.rank = settings, rank
         self.queries = settings.queries if queries is None else min(queries, settings.queries)
-        self._tried = [Tried(self._values_of(at), first)]
+        self.points = [Point("", self._complete(at), first)]
+        self.given_up: list[Start] = []
 
-    def _values_of(self, start: Start) -> dict[str, Value]:
-        return self.settings.complete({**self.settings.first, **start.settings})
+    def _complete(self, start: Start) -> Start:
+        return replace(start, settings=self.settings.complete({**self.settings.first, **start.settings}))
+
+    @property
+    def best(self) -> Point:
+        """The best of what is known, the first of equals."""
+        return min(self.points, key=lambda each: self.rank(each.evaluation))
 
     @property
     def spent(self) -> int:
         """How many queries were asked for and told, those that were given up not among them."""
-        return sum(each.evaluation is not None for each in self._tried) - 1
-
-    def end(self) -> SettingsEnd:
-        """Return the best of what was told; the first values unless others are better."""
-        best = self._best()
-        assert best.evaluation is not None
-        return SettingsEnd(best.values, best.evaluation, tuple(self._tried), self.queries)
+        return len(self.points) - 1
 
     def batches(self) -> Batches:
-        """Yield the start with other settings, and be sent what became of them."""
+        """Yield starts with other settings, and be sent what became of them."""
         for name in self.settings.alone:
-            setting = self.settings[name]
-            yield from self._interval(setting) if setting.values is None else self._values(setting)
+            setting, best = self.settings[name], self.best
+            if setting.values is not None:
+                yield from self._outwards(setting, best.start) if setting.ordered else self._each(setting, best.start)
+            elif (line := self._line(setting, best.start)) is not None:
+                known = [OnLine(_share(setting, best.start), *best[1:])]
+                yield from line_search(line, min(INTERVAL, self._for_lines), known, self._asked)
         yield from self._asked(self._presets()[: self._left])
 
-    def _asked(self, batch: Sequence[Values]) -> Batches:
-        if batch:
-            answers = yield [replace(self.at, settings=dict(values)) for values in batch]
-            self._tried += [Tried(self._values_of(each.at), each.evaluation) for each in answers]
-
-    def _interval(self, setting: Setting) -> Batches:
-        """Search along an interval from the best values so far.
+    def _line(self, setting: Setting, best: Start) -> StartLine | None:
+        """Return the line of a setting's interval, on its scale; None where inference may take no longer.
 
         It is cut to what inference may take where both first steps take too long; else its steps stay large.
         """
-        best = self._best()
-        assert best.evaluation is not None
-        at = setting.share(float(best.values[setting.name]))
-        known: Known = [(at, best.evaluation)]
+        here = _share(setting, best)
+        whole = StartLine(lambda t: _with(best, setting, setting.at(t)), 0.0, 1.0, beside(0.0, 1.0, here))
+        if any(self._affords(whole.at(t)) for t in whole.first):
+            return whole
+        low, high = _around(here, lambda t: self._affords(whole.at(t)))
+        return None if low == high else StartLine(whole.at, low, high, beside(low, high, here))
 
-        def affords(t: float) -> bool:
-            return self.settings.affords({**best.values, setting.name: setting.at(t)})
-
-        low, high = 0.0, 1.0
-        if not any(map(affords, first_times((low, high), at, known))):
-            low, high = _around(at, affords)
-            if low == high:
-                return
-        asking, answered = line_search((low, high), min(INTERVAL, self._for_lines), known, start=at), None
-        while True:
-            try:
-                times = asking.send(answered)  # type: ignore[arg-type]
-            except StopIteration:
-                return
-            batch = [{**best.values, setting.name: setting.at(t)} for t in times]
-            yield from self._asked([values for values in batch if self._is_new(values)])
-            found = [self._known(values) for values in batch]
-            answered = [(t, each.evaluation) for t, each in zip(times, found, strict=True) if each and each.evaluation]
-            if not answered:
-                return  # what the line wants takes too long, or nobody waits for it
-
-    def _values(self, setting: Setting) -> Batches:
-        """Ask numbers outwards from the best so far while they gain; other values one by one."""
-        best, left = self._best(), min(OUTWARDS, self._for_lines)
-
-        def at(value: Value) -> dict[str, Value]:
-            return {**best.values, setting.name: value}
-
+    def _each(self, setting: Setting, best: Start) -> Asked:
+        """Ask for each value, one by one."""
         assert setting.values is not None
-        if not setting.ordered:
-            others = [at(value) for value in setting.values if self._is_new(at(value))]
-            yield from self._asked(others[:left])
-            return
-        numbers: list[Value] = sorted(setting.values, key=float)
-        where = numbers.index(best.values[setting.name])
-        beside = [at(numbers[i]) for i in (where - 1, where + 1, where + 2) if 0 <= i < len(numbers)]
-        near = [values for values in beside if self._is_new(values)][:left]
-        yield from self._asked(near)
-        left -= len(near)
-        while left > 0:
-            now = numbers.index(self._best().values[setting.name])
-            further = [numbers[i] for i in (now + (1 if now > where else -1),) if 0 <= i < len(numbers)]
-            new = [at(value) for value in further if now != where and self._is_new(at(value))]
-            if not new:
-                return
-            yield from self._asked(new)
-            left -= len(new)
+        return self._asked(self._new([_with(best, setting, value) for value in setting.values])[: self._of_values])
 
-    def _presets(self) -> list[dict[str, Value]]:
+    def _outwards(self, setting: Setting, best: Start) -> Asked:
+        """Ask for numbers outwards from the best so far while they gain."""
+        assert setting.values is not None
+        left = self._of_values
+        starts = [_with(best, setting, value) for value in sorted(setting.values, key=float)]
+        numbers = [each.settings[setting.name] for each in starts]
+        began = numbers.index(best.settings[setting.name])
+        near = self._new([starts[i] for i in (began - 1, began + 1, began + 2) if 0 <= i < len(starts)])[:left]
+        while near:
+            yield from self._asked(near)
+            left -= len(near)
+            now = numbers.index(self.best.start.settings[setting.name])
+            further = now + (1 if now > began else -1)
+            near = self._new(starts[further : further + 1])[:left] if now != began and further >= 0 else []
+        return []
+
+    def _presets(self) -> list[Start]:
         """Return the presets on the best so far that may be asked, each once."""
-        best, found = self._best().values, list[dict[str, Value]]()
-        for name in self.settings.presets:
-            values = self.settings.preset(name, best)
-            if self._is_new(values) and values not in found:
-                found.append(values)
-        return found
+        best = self.best.start
+        return self._new(
+            [replace(best, settings=self.settings.preset(name, best.settings)) for name in self.settings.presets]
+        )
+
+    def _asked(self, starts: list[Start]) -> Asked:
+        """Ask for those starts that are new, and return what is known of all."""
+        if new := self._new(starts):
+            answers = yield new
+            for each in answers:
+                start = self._complete(each.at)
+                if each.evaluation is None:
+                    self.given_up.append(start)
+                else:
+                    self.points.append(Point(SETTINGS, start, each.evaluation))
+        known = [(each.start.settings, each.evaluation) for each in self.points]
+        return [next((found for values, found in known if values == each.settings), None) for each in starts]
 
     @property
     def _left(self) -> int:
@@ -337,16 +300,30 @@ class SettingsStage:
         """How many queries are left for settings alone, presets aside."""
         return max(0, self._left - min(len(self._presets()), math.floor(PRESETS * self.queries)))
 
-    def _is_new(self, values: dict[str, Value]) -> bool:
-        return self.settings.affords(values) and self._known(values) is None
+    @property
+    def _of_values(self) -> int:
+        return min(OUTWARDS, self._for_lines)
 
-    def _known(self, values: dict[str, Value]) -> Tried | None:
-        return next((each for each in self._tried if each.values == values), None)
+    def _new(self, starts: Sequence[Start]) -> list[Start]:
+        """Return those starts that were not asked for, and whose inference takes no longer than it may, each once."""
+        asked = [each.settings for each in (*self.given_up, *(point.start for point in self.points))]
+        found = list[Start]()
+        for each in starts:
+            if each.settings not in asked and self._affords(each):
+                found.append(each)
+                asked.append(each.settings)
+        return found
 
-    def _best(self) -> Tried:
-        """Return the best of what was told, the first of equals."""
-        known = [each for each in self._tried if each.evaluation is not None]
-        return min(known, key=lambda each: self.rank(each.evaluation))  # type: ignore[arg-type]
+    def _affords(self, start: Start) -> bool:
+        return self.settings.affords(start.settings)
+
+
+def _with(start: Start, setting: Setting, value: Value) -> Start:
+    return replace(start, settings={**start.settings, setting.name: value})
+
+
+def _share(setting: Setting, start: Start) -> float:
+    return setting.share(float(start.settings[setting.name]))
 
 
 def _around(at: float, affords: Callable[[float], bool]) -> tuple[float, float]:

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment import settings_run
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsRun
+from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import Batches
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore
@@ -52,9 +52,10 @@ class Scripted:
             answers = yield [Start(torch.zeros(0), settings=values) for values in batch]
             self.told += [(each.at.settings, each.evaluation) for each in answers]
 
-    def end(self) -> Any:
+    @property
+    def best(self) -> Point:
         values, evaluation = min(self.told, key=lambda each: self.rank(each[1]))
-        return SimpleNamespace(values=dict(values), evaluation=evaluation)
+        return Point("", Start(torch.zeros(0), settings=values), evaluation)
 
 
 @pytest.fixture(autouse=True)

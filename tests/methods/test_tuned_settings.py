@@ -13,7 +13,7 @@ from helpers.inference import put_into
 from helpers.refusals import assert_refused, having
 from metricopt_ext import Callback, Metric, Result, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.tuned_settings import SETTINGS
+from metricopt_ext.search.stages import SETTINGS
 
 Make = Callable[..., Any]
 BEST, WORTH = 8.0, 0.5  # of the setting "size", and what each doubling away from it costs

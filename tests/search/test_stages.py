@@ -9,10 +9,10 @@ import torch
 
 from helpers.asked import batches_of
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.search.stages import INTERVAL, OUTWARDS, SettingsEnd, SettingsStage
+from metricopt_ext.search.stages import INTERVAL, OUTWARDS, SettingsStage
 from metricopt_ext.search.strategy import Batches
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.settings import QUERIES, Setting, Settings
+from metricopt_ext.tasks.settings import Setting, Settings
 
 Values = dict[str, Any]
 AT = Start(torch.zeros(0))
@@ -41,6 +41,10 @@ def run(stage: SettingsStage, cost: Callable[[Values], float | None]) -> list[li
     return [[dict(start.settings) for start in batch] for batch in asked]
 
 
+def values_of(stage: SettingsStage) -> Values:
+    return dict(stage.best.start.settings)
+
+
 def asked(name: str, batches: list[list[Values]]) -> list[list[Any]]:
     return [[values[name] for values in batch] for batch in batches]
 
@@ -52,7 +56,7 @@ def test_numbers_are_followed_outwards_while_they_gain() -> None:
     state = SettingsStage(made(SIZE), AT, Evaluation(0.5))
     batches = run(state, lambda values: abs(values["size"] - 566) / 1000)
     assert asked("size", batches) == [[283, 400, 476], [566], [673]]
-    assert state.end().values == {"size": 566}
+    assert values_of(state) == {"size": 566}
     assert state.spent == 5
 
 
@@ -78,7 +82,7 @@ def test_choices_are_asked_one_by_one() -> None:
     state = SettingsStage(made(distance), AT, Evaluation(0.5))
     batches = run(state, lambda values: {"euclidean": 0.4, "city": 0.6}[values["distance"]])
     assert asked("distance", batches) == [["euclidean", "city"]]
-    assert state.end().values == {"distance": "euclidean"}
+    assert values_of(state) == {"distance": "euclidean"}
 
 
 @pytest.mark.parametrize("best", [0.05, 0.35, 0.6])
@@ -89,7 +93,7 @@ def test_an_interval_is_a_line(best: float) -> None:
     (first, *_) = asked("soft", batches)
     assert sorted(first) == pytest.approx([0.2, 0.4])
     assert sum(map(len, batches)) == INTERVAL
-    assert state.end().values["soft"] == pytest.approx(best, abs=0.1)
+    assert values_of(state)["soft"] == pytest.approx(best, abs=0.1)
 
 
 def test_an_integer_is_not_asked_twice() -> None:
@@ -107,7 +111,7 @@ def test_an_interval_is_cut_where_its_first_steps_take_too_long() -> None:
     assert asked("size", batches)[0] == pytest.approx([0.02, -0.02])  # a tenth of what may be taken
     assert sum(map(len, batches)) == INTERVAL
     assert all(abs(values["size"]) <= 0.1 + 1e-9 for batch in batches for values in batch)
-    assert 0 < state.end().values["size"] <= 0.1
+    assert 0 < values_of(state)["size"] <= 0.1
 
 
 # --- One after another, presets, and bounds ------------------------------------------------------------------------
@@ -118,7 +122,7 @@ def test_each_setting_begins_at_the_best_of_those_before() -> None:
     state = SettingsStage(made(SIZE, other), AT, Evaluation(1.0))
     batches = run(state, lambda values: 1 - values["size"] / 1000 - 0.1 * (values["other"] == "b"))
     assert batches[-1] == [{"size": 673, "other": "b"}]
-    assert state.end().values == {"size": 673, "other": "b"}
+    assert values_of(state) == {"size": 673, "other": "b"}
 
 
 def test_presets_are_put_on_the_best_and_asked_together() -> None:
@@ -132,7 +136,7 @@ def test_presets_are_put_on_the_best_and_asked_together() -> None:
         [{"flip": False, "soft": 0.2}],
         [{"flip": True, "soft": 0.2}],  # the other two are known
     ]
-    assert state.end().values == {"flip": True, "soft": 0.2}
+    assert values_of(state) == {"flip": True, "soft": 0.2}
 
 
 def test_what_takes_too_long_is_not_asked() -> None:
@@ -159,7 +163,7 @@ def test_queries_are_never_exceeded(queries: int) -> None:
 def test_free_values_are_where_it_begins() -> None:
     state = SettingsStage(made(SIZE, SOFT, free={"soft": 0.7}), AT, Evaluation(0.5))
     assert all(start.settings["soft"] == 0.7 for start in next(state.batches()))
-    assert state.end() == SettingsEnd({"size": 336, "soft": 0.7}, Evaluation(0.5), state.end().tried, QUERIES)
+    assert values_of(state) == {"size": 336, "soft": 0.7}
 
 
 # --- Answers -------------------------------------------------------------------------------------------------------
@@ -168,8 +172,8 @@ def test_free_values_are_where_it_begins() -> None:
 def test_the_first_stays_unless_another_is_better() -> None:
     state = SettingsStage(made(SIZE, FLIP, SOFT, inference=2.0), AT, Evaluation(0.5))
     run(state, lambda values: 0.5)
-    assert state.end().values == {"size": 336, "flip": False, "soft": 0.0}
-    assert state.end().evaluation == Evaluation(0.5)
+    assert values_of(state) == {"size": 336, "flip": False, "soft": 0.0}
+    assert state.best.evaluation == Evaluation(0.5)
 
 
 def test_what_was_given_up_costs_no_query_and_is_not_asked_again() -> None:
@@ -186,7 +190,7 @@ def test_of_an_interval_what_was_given_up_is_left_out_and_a_batch_without_an_ans
     assert sorted(asked("soft", batches)[0]) == pytest.approx([0.2, 0.4])
     assert len(batches) > 1  # by the other answer
     assert state.spent == sum(values["soft"] >= 0.3 for batch in batches for values in batch)
-    assert state.end().values["soft"] == pytest.approx(0.8, abs=0.1)
+    assert values_of(state)["soft"] == pytest.approx(0.8, abs=0.1)
     silent = SettingsStage(made(soft), AT, Evaluation(0.25))
     assert len(run(silent, lambda values: None)) == 1
-    assert (silent.spent, silent.end().values) == (0, {"soft": 0.3})
+    assert (silent.spent, values_of(silent)) == (0, {"soft": 0.3})
