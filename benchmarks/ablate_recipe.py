@@ -328,7 +328,7 @@ def observing(config: ClassificationConfig, share: float) -> list[str]:
 
 def run(ready: ClassificationExperiment, seed: int, strategy: Any = None) -> Result[RecipeDetails]:
     """Run the whole strategy, by default the config's, on separately counted queries."""
-    task = ready.task.judged_by(ready.task.metric.with_new_ledger())
+    task = ready.task.judged_by(ready.task.metric.with_settings())
     strategy = strategy or ready.config.build_strategy()
     assert isinstance(strategy, (Recipe, Algorithm1))
     return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, callback=Callback())
@@ -363,7 +363,7 @@ def followed(ready: ClassificationExperiment, policy: Policy, recipe: Recipe, se
 def test_metric(ready: ClassificationExperiment, phi: Tensor) -> float:
     """Return the test metric at phi, ``d``."""
     task = ready.task.judged_by(ready.test_metric)
-    return task.metric.to_value(task.evaluate(phi, "ablation").cost)
+    return task.evaluate(phi, "ablation").value
 
 
 def spearman(fit: Fit) -> float:

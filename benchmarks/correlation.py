@@ -122,7 +122,7 @@ def correlation_report(
     left_out = 0
     for scores, labels in outputs:
         try:
-            values.append(metric.to_value(metric.cost(scores, labels, "correlation")))
+            values.append(metric.value(scores, labels, "correlation"))
         except MetricError:
             if not where_defined:
                 raise

@@ -203,7 +203,7 @@ def search(
     search = config.build_strategy()
     assert isinstance(search, GuidedTrustRegion)  # the settings are checked
     starts = {**experiment.starts(), **more}
-    fresh = task.judged_by(task.metric.with_new_ledger())
+    fresh = task.judged_by(task.metric.with_settings())
     return list(
         search_results(
             fresh,

@@ -127,7 +127,7 @@ def run_seed(
     began = time.perf_counter()
     config = load_config(ClassificationConfig, CONFIG, [*PAPER, *overrides])
     ready = ClassificationExperiment(config, folder / f"seed-{seed}", seed)
-    settings, to_value = algorithm(overrides, {}), ready.test_metric.to_value
+    settings = algorithm(overrides, {})
     phi = ready.task.starts(settings.start_std, seed, range(FRESH, FRESH + starts))
 
     def ends(policy: Policy) -> dict[str, list[float]]:
@@ -141,7 +141,7 @@ def run_seed(
         return {name: values(judge, end) for name, judge in judges.items()}
 
     def values(judge: Any, points: Tensor) -> list[float]:
-        return [to_value(cost) for cost in judge.costs_at(points, "figure 3").tolist()]
+        return [each.value for each in judge.evaluate_at(points, "figure 3")]
 
     judges = {"validation": ready.task, "test": ready.task.judged_by(ready.test_metric)}
     new = observed(ready, settings, range(FRESH, FRESH + held_out), seed)

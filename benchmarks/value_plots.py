@@ -49,7 +49,7 @@ def main() -> None:
             task, queries=config.queries, strategy=config.build_strategy(), seed=config.seed, output_dir=folder
         )
         paths = {"loss_finetune": loss_path(task, config.finetune, config.seed)}
-        print_written(*draw_value_function(task.judged_by(task.metric.with_new_ledger()), result, paths, folder))
+        print_written(*draw_value_function(task.judged_by(task.metric.with_settings()), result, paths, folder))
 
 
 def draw_value_function(
@@ -194,7 +194,7 @@ def plot_landscape(
 
 
 def _values(metric: Any, costs: Tensor) -> Any:
-    return metric.to_value(costs.double().numpy())
+    return metric.sign * costs.double().numpy()
 
 
 if __name__ == "__main__":

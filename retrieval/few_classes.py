@@ -10,7 +10,7 @@ from metricopt_ext.tasks.metric import Query
 from metricopt_ext.utils.words import counted
 
 
-def error_over_classes(start: Evaluation, scale: float = 1.0) -> float | None:
+def error_over_classes(start: Evaluation) -> float | None:
     """Return the standard error of a metric over classes, from divisions of them into halves; None without halves.
 
     Over all divisions, the mean square of the difference between halves is 4 S^2 / C, for C classes whose values have
@@ -18,10 +18,9 @@ def error_over_classes(start: Evaluation, scale: float = 1.0) -> float | None:
 
     Args:
         start: The evaluation of the model as it was trained.
-        scale: How much the metric changes when the cost changes by 1.
     """
     pairs = stacked_pairs([start])
-    return None if pairs is None else float((pairs[0, :, 0] - pairs[0, :, 1]).square().mean().sqrt()) / 2 * scale
+    return None if pairs is None else float((pairs[0, :, 0] - pairs[0, :, 1]).square().mean().sqrt()) / 2
 
 
 class FewClasses:
@@ -53,7 +52,7 @@ class FewClasses:
         if self._said:
             return
         self._said = True
-        error = error_over_classes(query.evaluation, self.metric.scale)
+        error = error_over_classes(query.evaluation)
         if error is None or not math.isfinite(error):
             return
         of = counted(self.classes(), "class") if self.classes() else "its classes"

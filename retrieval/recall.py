@@ -382,7 +382,7 @@ def recall_metric(
     Examples:
         >>> batches = [(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 1, 0, 1]))]
         >>> metric = recall_metric(batches, ks=(1, 2))
-        >>> metric.name, metric.to_value(metric.cost(nn.Identity(), "example"))
+        >>> metric.name, metric.evaluate(nn.Identity(), "example").value
         ('mean Recall@1,2', 0.25)
     """
     ks = check_options(ks, distance, query_subset, seed)

@@ -153,7 +153,7 @@ def searching(strategy: Any, queries: int) -> Callable[[], tuple[nn.Module, Call
     task = search_task()  # tasks are copied: to make one takes longer
 
     def make() -> tuple[nn.Module, Callable[[], Any]]:
-        own = copy.copy(task.copied().judged_by(task.metric.with_new_ledger()))
+        own = copy.copy(task.copied().judged_by(task.metric.with_settings()))
         ledger = own.metric.ledger
 
         def work() -> None:

@@ -116,7 +116,7 @@ def meta_train(
             for index in indices:
                 trajectory = stored[round, index] if index not in missing else next(finished)
                 on_main_process(partial(_keep, runs, trajectory))
-                first, last = (metric.to_value(cost) for cost in trajectory.cost[[0, -1]].tolist())
+                first, last = (metric.sign * cost for cost in trajectory.cost[[0, -1]].tolist())
                 spent = (index + 1) * settings.metric.evals
                 callback.query(spent, last)
                 LOGGER.info(

@@ -94,7 +94,7 @@ def search(cfg: CfgNode, resume: bool = False, trainer_class: type[MetricOptTrai
             Adapter(model),
             loss=training_loss,
             batches=LoaderBatches(cfg, trainer_class),
-            metric=metric.with_new_ledger(),
+            metric=metric.with_settings(),
             population=1,
         )
     with closing(written), progress(cfg, metric.name, queries) as callback:

@@ -239,7 +239,7 @@ class _Row:
         self.task, self.started = experiment.task, opening.started
         # Where a method tunes settings of inference, what it compared had the free ones, and so have all its ends
         self.judging = self.task
-        self.validation_metric = self.task.metric.with_new_ledger()
+        self.validation_metric = self.task.metric.with_settings()
 
     def run(self, baseline: Baseline, budgets: Sequence[int], tunes_settings: bool = False) -> dict[str, Any]:
         """Run a baseline at all budgets and return its row; an error marks its budget and those that depend on it.
@@ -297,7 +297,7 @@ class _Row:
             error = self.experiment.test_error(*ends) if resampled else None  # by hundreds of calls
             return Change(sign * (tested(after) - tested(before)), error)
 
-        return record_of(result, maximize=metric.maximize, scale=metric.scale, change=change)
+        return record_of(result, maximize=metric.maximize, change=change)
 
     def tested(self, task: FinetuneTask, end: End) -> float:
         """Return the test metric of a phi of a task's model, or of another model."""

@@ -16,13 +16,12 @@ class Change(NamedTuple):
     error: float | None
 
 
-def record_of(result: Result, *, maximize: bool, scale: float, change: Callable[[str, str], Change]) -> dict[str, Any]:
+def record_of(result: Result, *, maximize: bool, change: Callable[[str, str], Change]) -> dict[str, Any]:
     """Return a record of what the guard decided.
 
     Args:
         result: The run's.
         maximize: Whether higher is better.
-        scale: How much the metric changes when the cost changes by 1.
         change: What going from one of the candidates to another changes on test, by their names.
 
     Returns:
@@ -45,9 +44,9 @@ def record_of(result: Result, *, maximize: bool, scale: float, change: Callable[
         "kept": TRAINED if result.chosen == "start" else result.chosen,
         "accepted": result.chosen in ("search", "part"),
         "broken": result.broken,
-        "gain": scale * verdict.gain,
-        "chance": None if verdict.chance is None else scale * verdict.chance,
-        "optimism": scale * verdict.optimism,
+        "gain": verdict.gain,
+        "chance": verdict.chance,
+        "optimism": verdict.optimism,
         "reliability": verdict.reliability,
         "candidates": verdict.candidates,
         "change": step.value,

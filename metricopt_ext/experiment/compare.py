@@ -67,7 +67,7 @@ def compare(
     callback = callback or Callback()
     results: dict[str, tuple[Reached, ...]] = {}
     for name, method in methods.items():
-        entry, own = METHODS[name], task.judged_by(task.metric.with_new_ledger())
+        entry, own = METHODS[name], task.judged_by(task.metric.with_settings())
         if "metricopt" in results:
             callback.stage(entry.title)
         if folder is not None and not entry.shared:
@@ -99,7 +99,7 @@ def _judged(
 ) -> Comparison:
     validation, test = (
         task.judged_by(each if folder is None else each.logged(Log(folder / f"{part}_ends.jsonl", each)))
-        for part, each in (("validation", task.metric.with_new_ledger()), ("test", test_metric))
+        for part, each in (("validation", task.metric.with_settings()), ("test", test_metric))
     )
     answers = known(results)
 

@@ -256,7 +256,7 @@ def besides(config: RunConfig, methods: Sequence[str], strategy: GuidedTrustRegi
 
 def _probe(task: FinetuneTask, width: int, seed: int) -> tuple[float, float, float]:
     """Return the seconds of a loss step of one phi and of several at once, and of an evaluation of the metric."""
-    own = replace(task, metric=task.metric.with_new_ledger())
+    own = replace(task, metric=task.metric.with_settings())
 
     def steps(number: int) -> Callable[[], object]:
         phi, indices = own.origin().expand(number, -1), range(number)

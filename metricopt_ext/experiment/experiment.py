@@ -365,21 +365,21 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     folder, seed, task = experiment.folder, experiment.seed, experiment.task
     result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
-    to_value = task.metric.to_value
-    searched = [] if result.details.finetunes else [to_value(cost) for cost in result.costs]
+    sign = task.metric.sign
+    searched = [] if result.details.finetunes else [sign * cost for cost in result.costs]
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
         quality=result.quality,
-        candidates={} if result.fit is None else {k: q.scaled(result.scale) for k, q in result.fit.candidates.items()},
+        candidates={} if result.fit is None else result.fit.candidates,
         kept=result.chosen,
         setting=getattr(result.details, "setting", None),
         split_half=None if math.isnan(result.split_half) else result.split_half,
         chance=result.chance,
         guard=result.guard,
         curves=comparison.curves,
-        true=[] if result.fit is None else [to_value(cost) for cost in result.fit.true.tolist()],
-        predicted=[] if result.fit is None else [to_value(cost) for cost in result.fit.predicted.tolist()],
+        true=[] if result.fit is None else [sign * cost for cost in result.fit.true.tolist()],
+        predicted=[] if result.fit is None else [sign * cost for cost in result.fit.predicted.tolist()],
         machine=Machine.current(task.adapter.phi.device),
         searched=searched,
         queries=result.queries,

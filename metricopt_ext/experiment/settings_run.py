@@ -338,7 +338,7 @@ class SettingsRun(ProgramRun):
     def _evaluation(self, score: Score) -> Evaluation:
         outcomes = {name: Outcome(value) for name, value in (score.also or {}).items()}
         pairs = () if score.halves is None else (score.halves,)
-        return Evaluation(score.value, outcomes, pairs, score.noise, unit=self._scale.unit)
+        return Evaluation(score.value, outcomes, pairs, score.noise, sign=self._scale.sign)
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: int | str, values: Values) -> Score | Failed:
         """Score settings; any thread may call it."""

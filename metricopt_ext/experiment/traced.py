@@ -70,6 +70,6 @@ class Spent:
 
 def with_budget(task: FinetuneTask, queries: int) -> FinetuneTask:
     """Return the task with a ledger of its own that refuses any query beyond so many; its metric may keep a file."""
-    metric = task.metric.with_new_ledger()
+    metric = task.metric.with_settings()
     metric.ledger, metric.log = Ledger(queries), task.metric.log
     return task.judged_by(metric)

@@ -33,7 +33,9 @@ def _agree(metric: Metric, a: Evaluation, b: Evaluation) -> bool:
     """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
 
     def close(value: float, other: float) -> bool:
-        smallest = 1e-9 if metric.bounds is None else 1e-6 * metric.scale  # single precision, of what is close to 0
+        smallest = (
+            1e-9 if metric.bounds is None else 1e-6 * (metric.bounds[1] - metric.bounds[0])
+        )  # single precision, of what is close to 0
         return math.isclose(value, other, rel_tol=ROUNDING, abs_tol=smallest)
 
     if metric.repeats == 1:

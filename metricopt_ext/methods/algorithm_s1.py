@@ -4,7 +4,7 @@ The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric a
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,7 @@ class LearnedDetails(Details):
     def lines(self, result: Result[Any]) -> list[str]:
         """Return how good f is."""
         quality = self.learned.f.quality
-        return [f"value function ({self.learned.f.kind}): {quality and quality.scaled(result.scale)}"]
+        return [f"value function ({self.learned.f.kind}): {quality}"]
 
     def beside(self) -> str:
         """Return what the loss alone comes to."""
@@ -306,7 +306,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         def cost_at(phi: Tensor, step: int) -> Tensor:
             if step in observed:
                 cost[0] = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost
-            return cost.to(phi)
+            return task.metric.normalised(cost).to(phi)
 
         points, _ = unroll(task, rule, start[None], cost_at, steps=self.steps, seed=seed, indices=[index])
         return points[0]
@@ -339,7 +339,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
                 where = f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
                 evaluations[row].append(task.evaluate(phi[row], "collect", where))
                 costs[row] = evaluations[row][-1].cost
-            return costs.to(phi)
+            return task.metric.normalised(costs).to(phi)
 
         starts = task.starts(self.start_std, seed, indices)
         points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, seed=seed, indices=indices)
@@ -371,13 +371,18 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         """
         starts = task.starts(self.start_std, seed, indices)
         observed = [set(observation_steps(self.steps, self.evals, seed, index).tolist()) for index in indices]
-        cost_at, differentiable = _predicted(f, observed if rule.sees_metric else []), weights.requires_grad
+
+        def cost(phi: Tensor) -> Tensor:
+            predicted: Tensor = f(phi)
+            return task.metric.normalised(predicted)
+
+        cost_at, differentiable = _predicted(cost, observed if rule.sees_metric else []), weights.requires_grad
         drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": differentiable}
         points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=weights, **drawn)
         with torch.enable_grad():
             last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
         with nullcontext() if differentiable else torch.no_grad():
-            return self.objective(f(points), torch.cat([losses, last[:, None]], 1))
+            return self.objective(cost(points), torch.cat([losses, last[:, None]], 1))
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
@@ -411,7 +416,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         return combine(slopes, scores), float(values.mean())
 
 
-def _predicted(f: NeuralValueFunction, observed: Sequence[set[int]]) -> CostAt:
+def _predicted(f: Callable[[Tensor], Tensor], observed: Sequence[set[int]]) -> CostAt:
     """Return what each run knows of the metric if f answers in its place at the steps that would be observed."""
     known: list[Tensor] = []
 

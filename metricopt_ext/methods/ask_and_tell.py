@@ -262,7 +262,7 @@ class Search:
         except MetricError as wrong:
             raise ValueError(str(wrong)) from wrong
         besides = told_besides(outcomes, metric)
-        self._asking.tell(id, Evaluation(value, besides, pairs, told.noise, unit=metric.unit))
+        self._asking.tell(id, Evaluation(value, besides, pairs, told.noise, sign=metric.sign))
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.

@@ -235,11 +235,11 @@ def assessed(
         queries=(len(evaluated) + besides) * metric.repeats,
         guard=guard,
         reliability=_reliability(points, guard) if known else math.nan,
-        smallest=smallest_gain(trained, points, confidence) * metric.scale if known else None,
+        smallest=smallest_gain(trained, points, confidence) if known else None,
         best_start="" if start is None else start.name,
-        headroom=0.0 if of_start is None else of_start.gain * metric.scale,
-        headroom_chance=None if of_start is None or of_start.chance is None else of_start.chance * metric.scale,
-        found=(trained.cost - lowest) * metric.scale,
+        headroom=0.0 if of_start is None else of_start.gain,
+        headroom_chance=None if of_start is None or of_start.chance is None else of_start.chance,
+        found=trained.cost - lowest,
         seconds=seconds,
         recommendation=advised.recommendation,
         reason=advised.reason,
@@ -326,7 +326,7 @@ def _called(evaluated: Evaluated) -> str:
 
 
 def _gain(metric: Metric, verdict: Verdict | None) -> str:
-    return "" if verdict is None else decimals(verdict.gain * metric.scale)
+    return "" if verdict is None else decimals(verdict.gain)
 
 
 def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
@@ -387,7 +387,7 @@ def by_chance(points: Sequence[Evaluation], guard: Guard, repeats: int = 1) -> f
 
 
 def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence: float = CONFIDENCE) -> float:
-    """Return the smallest gain over the trained model that exceeds what the guard needs, in units of the cost.
+    """Return the smallest gain over the trained model that exceeds what the guard needs.
 
     What it needs is a constant or, where chance grows with the gain's size, c sqrt(gain) if that is larger (`judge`).
     A gain exceeds the latter from c^2 on; of a very large one it is the larger, which tells c.
@@ -399,7 +399,7 @@ def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence:
     """
 
     def needed(gain: float) -> float:
-        end = trained._replace(value=trained.unit.value(trained.cost - gain))
+        end = trained._replace(value=trained.value - trained.sign * gain)
         return judge(trained, end, points, confidence).needed or 0.0
 
     large = VERY_LARGE * max(abs(trained.cost - each.cost) for each in points)

@@ -158,7 +158,7 @@ def guarded(
         details=SearchDetails(
             learns=end.learns, plain=task.probing().loss is None and task.gradients is None, widened=end.widened
         ),
-        kept_share=None if share is None else share.scaled(task.metric.scale),
+        kept_share=None if share is None else share,
         constrained=constrained,
         settings=settings_of(
             task, starts[decision.kept if decision.kept in starts else started], stage, starts[started]
@@ -177,9 +177,9 @@ def settings_of(task: FinetuneTask, kept: Start, stage: SettingsStage | None, st
 def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:
     """Return a point, ``d``, and what f takes its cost for, within the metric's bounds."""
     assert end.f is not None
-    cost = float(end.f(point[None])[0])
-    cost = cost if metric.bounds is None else min(1.0, max(0.0, cost))
-    return point, Evaluation(metric.to_value(cost), unit=metric.unit)
+    low, high = metric.bounds or (-math.inf, math.inf)
+    value = metric.sign * float(end.f(point[None])[0])
+    return point, Evaluation(min(max(value, low), high), sign=metric.sign)
 
 
 def path_of(start: Tensor, end: SearchResult) -> Tensor:

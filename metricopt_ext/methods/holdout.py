@@ -114,12 +114,11 @@ def best_on_holdout(
         guard: What told chance before.
         confidence: As in `confirmed`.
     """
-    costs = {name: metric.to_cost(value) for name, value in aside.items()}
+    costs = {name: metric.sign * value for name, value in aside.items()}
     if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint
         return min(costs, key=lambda name: costs[name]), None
-    sign = 1 if metric.maximize else -1
     verdicts = {
-        name: judge_held_out(sign * (values[name] - values["start"]), sign * (aside[name] - aside["start"]), confidence)
+        name: judge_held_out(metric.sign * (values["start"] - values[name]), costs["start"] - costs[name], confidence)
         for name in costs
         if name != "start"
     }

@@ -7,7 +7,7 @@ conditioned on one half's values and followed to its own end, where the other ha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,10 +61,6 @@ class KeptShare:
         if not self.share:
             return f"all of its gain may be lost on other classes than the metric's (expected: {self.optimism:.4f})"
         return f"{self.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
-
-    def scaled(self, scale: float) -> "KeptShare":
-        """Return the same in other units."""
-        return replace(self, optimism=self.optimism * scale, gain=self.gain * scale, crossed=self.crossed * scale)
 
 
 def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:

@@ -170,7 +170,6 @@ class Result(Generic[Own]):
             each in its own units, as far as they are known.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
-        scale: How much the metric changes when its cost changes by 1, e.g. 100 of one in percent.
     """
 
     metric: str
@@ -202,7 +201,6 @@ class Result(Generic[Own]):
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
     constrained: Constrained | None = field(kw_only=True, default=None)
     settings: TunedSettings | None = field(kw_only=True, default=None)
-    scale: float = field(kw_only=True, default=1.0)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -237,8 +235,7 @@ class Result(Generic[Own]):
     @property
     def quality(self) -> Quality | None:
         """How well f predicts, with errors in the metric's own unit; None if that is not known."""
-        known = None if self.fit is None else self.fit.f.quality
-        return None if known is None else known.scaled(self.scale)
+        return None if self.fit is None else self.fit.f.quality
 
     @property
     def broken(self) -> dict[str, float]:
@@ -320,14 +317,13 @@ def outcome(
         "after": candidates[decision.kept].value,
         "best": min(candidates.values(), key=lambda each: each.cost).value,
         "chosen": decision.kept,
-        "chance": None if verdict.chance is None else verdict.chance * metric.scale,
-        "optimism": verdict.optimism * metric.scale,
-        "needed": None if verdict.needed is None else verdict.needed * metric.scale,
+        "chance": verdict.chance,
+        "optimism": verdict.optimism,
+        "needed": verdict.needed,
         "ends": ends,
         "values": {name: each.value for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
-        "scale": metric.scale,
         "elsewhere": {name: each.also for name, each in candidates.items() if each.also},
     }
 

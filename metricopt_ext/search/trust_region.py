@@ -131,7 +131,7 @@ class GuidedSearch(Begun):
     ) -> None:
         super().__init__(start, budget, known)
         self.search = search
-        self.bounded, self.signature = task.metric.bounds is not None, task.adapter.signature
+        self.worst, self.signature = task.metric.worst, task.adapter.signature
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
         self.ahead: dict[int, tuple[float, float, float]] = {}
@@ -212,7 +212,7 @@ class GuidedSearch(Begun):
         gains = any(self.evaluations[at].cost < centre.cost for at in scales)
         if not near or gains or self.widened * design.least < NARROWEST:
             return False
-        far = FAR * (1 - start.cost) if self.bounded else FAR_UNBOUNDED * abs(start.cost)
+        far = FAR_UNBOUNDED * abs(start.value) if self.worst is None else FAR * abs(start.value - self.worst)
         chance = self.chance(centre, near)
         beyond = BEYOND * chance if math.isfinite(chance) else 0.0
         return mean(each.cost for each in near) - centre.cost > max(far, beyond)

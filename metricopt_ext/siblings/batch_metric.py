@@ -22,8 +22,8 @@ class BatchMetric(CostScale):
         function: ``function(scores, labels) -> float``, with scores ``n`` or ``n x c`` and labels ``n``; it sees no
             gradient.
         maximize: Whether higher is better.
-        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known bounds:
-            its cost is the value itself, negated if higher is better.
+        bounds: Lowest and highest possible value, between which the cost is scaled to [0, 1]; None for a metric without
+            known bounds, whose cost is the value itself, negated if higher is better.
         name: Its name in messages and files.
         ledger: Counts the queries, one for each batch.
         arguments: What else makes it this metric, such as its costs, by name; JSON. What is learned for one metric is
@@ -64,7 +64,11 @@ class BatchMetric(CostScale):
         )
 
     def cost(self, scores: Tensor, labels: Tensor, purpose: str) -> float:
-        """Evaluate the metric on a batch and return the cost; one query.
+        """Evaluate the metric on a batch and return the cost, in [0, 1] within bounds; one query (see `value`)."""
+        return self.normalised(self.sign * self.value(scores, labels, purpose))
+
+    def value(self, scores: Tensor, labels: Tensor, purpose: str) -> float:
+        """Evaluate the metric on a batch; one query.
 
         Args:
             scores: ``n`` or ``n x c``.
@@ -80,4 +84,4 @@ class BatchMetric(CostScale):
             value = float(self.function(scores.detach(), labels))
         except (Exception, SystemExit) as error:
             raise MetricError(f"metric {self.name!r} raised {type(error).__name__} on a batch: {error}") from error
-        return self.to_cost(self.checked(value, " on a batch"))
+        return self.checked(value, " on a batch")

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.evaluation import Pairs, Unit
+from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.numbers import number_of, within
 from metricopt_ext.utils.words import brief
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class CostScale:
@@ -16,8 +20,7 @@ class CostScale:
 
     Args:
         maximize: Whether higher is better.
-        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for values without known bounds:
-            the cost is the value itself, negated if higher is better.
+        bounds: Lowest and highest possible value; None for values without known bounds.
         name: Its name in tables and messages.
         ledger: Counts the queries; give several black boxes one ledger to share a budget.
 
@@ -48,9 +51,14 @@ class CostScale:
         return {"name": self.name, "maximize": self.maximize, "bounds": bounds}
 
     @property
-    def unit(self) -> Unit:
-        """What its values mean."""
-        return Unit(self.maximize, self.bounds)
+    def sign(self) -> int:
+        """What turns a value into a cost, which is minimised, and a cost into a value."""
+        return -1 if self.maximize else 1
+
+    @property
+    def worst(self) -> float | None:
+        """The worst value that there can be; None without bounds."""
+        return None if self.bounds is None else self.bounds[not self.maximize]
 
     def checked(self, value: float, where: str = "") -> float:
         """Return a value, or the bound itself where rounding overshot it.
@@ -76,18 +84,12 @@ class CostScale:
         where = " on a half of its data"
         return tuple((self.checked(a, where), self.checked(b, where)) for a, b in pairs)
 
-    def to_cost(self, value: float) -> float:
-        """Turn the metric's value into a cost (`Unit`)."""
-        return self.unit.cost(value)
-
-    def to_value(self, cost: float) -> float:
-        """Turn a cost back into the metric's own units and direction."""
-        return self.unit.value(cost)
-
-    @property
-    def scale(self) -> float:
-        """How much the value changes when the cost changes by 1, ignoring the sign."""
-        return self.unit.size
+    def normalised(self, cost: Number) -> Number:
+        """Return a cost, or a tensor of them, scaled from the bounds to [0, 1] (paper, section 3), or as it is."""
+        if self.bounds is None:
+            return cost
+        low, high = sorted(self.sign * bound for bound in self.bounds)
+        return (cost - low) / (high - low)
 
 
 def _checked(bounds: Any) -> tuple[float, float]:

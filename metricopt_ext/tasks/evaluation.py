@@ -13,38 +13,6 @@ from torch import Tensor
 Pairs = tuple[tuple[float, float], ...]
 
 
-class Unit(NamedTuple):
-    """What a metric's values mean to a search, which minimises costs (paper, section 3: M normalised into [0, 1]).
-
-    Attributes:
-        maximize: Whether higher is better.
-        bounds: Lowest and highest possible value, mapped to the cost's [0, 1]; None for values without known bounds,
-            whose cost is the value itself, negated if higher is better.
-    """
-
-    maximize: bool = False
-    bounds: tuple[float, float] | None = None
-
-    def cost(self, value: float) -> float:
-        """Return the cost of a value: in [0, 1] if bounds are known, lower is better."""
-        if self.bounds is None:
-            return -value if self.maximize else value
-        low, high = self.bounds
-        return (high - value) / (high - low) if self.maximize else (value - low) / (high - low)
-
-    def value(self, cost: float) -> float:
-        """Return the value of a cost."""
-        if self.bounds is None:
-            return -cost if self.maximize else cost
-        low, high = self.bounds
-        return high - cost * (high - low) if self.maximize else low + cost * (high - low)
-
-    @property
-    def size(self) -> float:
-        """How much the value changes when the cost changes by 1, ignoring the sign."""
-        return 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
-
-
 class Outcome(NamedTuple):
     """Another quantity that a metric tells of a model, in its own unit.
 
@@ -69,7 +37,7 @@ class Evaluation(NamedTuple):
             pair is needed, the first counts.
         noise: Standard error of the value, from repeats of the evaluation; None without repeats.
         failed: Whether the metric failed, and the worst evaluation so far stands in for it.
-        unit: What values mean.
+        sign: 1 if lower is better, -1 if higher is.
     """
 
     value: float
@@ -77,17 +45,17 @@ class Evaluation(NamedTuple):
     pairs: Pairs = ()
     noise: float | None = None
     failed: bool = False
-    unit: Unit = Unit()
+    sign: int = 1
 
     @property
     def cost(self) -> float:
-        """The value as a cost."""
-        return self.unit.cost(self.value)
+        """What a search minimises: the value, or its negative if higher is better."""
+        return self.sign * self.value
 
     @property
     def costs_on_pairs(self) -> Pairs:
         """The costs on pairs of halves."""
-        return tuple((self.unit.cost(first), self.unit.cost(second)) for first, second in self.pairs)
+        return tuple((self.sign * first, self.sign * second) for first, second in self.pairs)
 
     @property
     def halves(self) -> tuple[float, float] | None:
@@ -131,5 +99,5 @@ def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
 
 def noise_of(evaluations: Sequence[Evaluation]) -> float:
     """Return the standard deviation of the noise in a cost, as repeats of the evaluations show it; 0 without any."""
-    variances = [(each.noise / each.unit.size) ** 2 for each in evaluations if each.noise is not None]
+    variances = [each.noise**2 for each in evaluations if each.noise is not None]
     return math.sqrt(mean(variances)) if variances else 0.0

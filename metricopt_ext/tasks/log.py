@@ -15,7 +15,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs, Unit
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
 from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import parse_json, to_json
 from metricopt_ext.utils.words import brief, counted
@@ -80,11 +80,11 @@ class Entry:
         """Whether nobody has answered it."""
         return self.value is None and not self.failed and not self.given_up
 
-    def evaluation(self, unit: Unit) -> Evaluation | None:
+    def evaluation(self, sign: int) -> Evaluation | None:
         """What the metric said; None if it failed, was given up, or is open."""
         if self.value is None:
             return None
-        return Evaluation(self.value, self.outcomes or {}, self.pairs, self.noise, unit=unit)
+        return Evaluation(self.value, self.outcomes or {}, self.pairs, self.noise, sign=sign)
 
     @property
     def line(self) -> str:
@@ -121,7 +121,7 @@ class Entry:
         """
         if not all(map(math.isfinite, (*self.phi, self.seconds))):
             raise ValueError(f"point {self.id} is not finite")
-        found = self.evaluation(scale.unit)
+        found = self.evaluation(scale.sign)
         if found is None:
             if self.outcomes or self.pairs or self.noise is not None:
                 raise ValueError(f"evaluation {self.id} has no value, and more than that")
@@ -179,7 +179,7 @@ class Log:
 
     def evaluation(self, entry: Entry) -> Evaluation | None:
         """Return what the metric said at an entry's point; None if it failed, was given up, or is open."""
-        return entry.evaluation(self._scale.unit)
+        return entry.evaluation(self._scale.sign)
 
     def told(self, id: int) -> Entry | None:
         """Return what became of a point; None while nobody has said."""

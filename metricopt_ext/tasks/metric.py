@@ -38,7 +38,6 @@ class Query(NamedTuple):
     Attributes:
         item: What was judged: a model, or phi, ``d``; None of a trajectory on file, whose points are not looked up.
         evaluation: The answer.
-        value: The metric's value, in its own units.
         purpose: What the ledger booked it under.
         spent: Queries in the ledger by then, this one and its repeats among them.
         on_file: Whether an interrupted run had asked it, and its answer was on file.
@@ -46,17 +45,21 @@ class Query(NamedTuple):
 
     item: nn.Module | Tensor | None
     evaluation: Evaluation
-    value: float
     purpose: str
     spent: int
     on_file: bool = False
+
+    @property
+    def value(self) -> float:
+        """The metric's value, in its own unit."""
+        return self.evaluation.value
 
 
 OnQuery = Callable[[Query], None]
 
 
 class Metric(CostScale):
-    """A black-box evaluation metric, seen as a cost to minimise (paper, section 3: M normalised into [0, 1]).
+    """A black-box evaluation metric (paper, section 3).
 
     Args:
         function: Returns the metric as a float. It takes the model, or nothing if it already knows the model. If it has
@@ -71,8 +74,7 @@ class Metric(CostScale):
             several quantities from one pass: its ``name`` entry is the metric, and the others are outcomes beside it,
             each in any of these forms.
         maximize: Whether higher is better.
-        bounds: Lowest and highest possible value; mapped to the cost's [0, 1]. None for a metric without known
-            bounds: its cost is the value itself, negated if higher is better.
+        bounds: Lowest and highest possible value; None for a metric without known bounds.
         name: Its name in tables.
         ledger: Counts the queries; give several metrics one ledger to share a budget.
         repeats: How many calls make one evaluation, at least 1, for a noisy function: their mean is the value, and
@@ -95,8 +97,8 @@ class Metric(CostScale):
 
     Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
-        >>> metric.cost(nn.Identity(), "example"), metric.ledger.spent
-        (0.25, 1)
+        >>> metric.evaluate(nn.Identity(), "example").value, metric.ledger.spent
+        (0.75, 1)
     """
 
     function: Callable[..., Any]
@@ -141,12 +143,8 @@ class Metric(CostScale):
         names = ("maximize", "bounds", "name", "repeats", "new_classes", "also", "subject_to")
         return {name: getattr(self, name) for name in names}
 
-    def with_new_ledger(self) -> "Metric":
-        """Return the same metric with an empty ledger and no budget."""
-        return self.with_settings()
-
     def with_settings(self, **changes: Any) -> "Metric":
-        """Return the same metric, with an empty ledger and other ``settings``; of a subclass, one of it."""
+        """Return the same metric, with an empty ledger without a budget and, perhaps, other ``settings``."""
         metric = copy.copy(self)
         metric.log = None
         Metric.__init__(metric, self.function, **{**self.settings, **changes})
@@ -155,9 +153,8 @@ class Metric(CostScale):
 
     def with_callbacks(self, *callbacks: OnQuery) -> "Metric":
         """Return the same metric, with the same ledger, and more callbacks."""
-        metric = self.with_settings()
-        metric.ledger, metric.log = self.ledger, self.log
-        metric.callbacks += callbacks
+        metric = copy.copy(self)
+        metric.callbacks = [*self.callbacks, *callbacks]
         return metric
 
     def logged(self, log: Log) -> "Metric":
@@ -220,9 +217,8 @@ class Metric(CostScale):
         """Tell the callbacks of a query that was answered, booked and kept (see `Query`)."""
         if self.callbacks:
             spent = self.ledger.spent if spent is None else spent
-            query = Query(item, evaluation, evaluation.value, purpose, spent, on_file)
             for callback in tuple(self.callbacks):
-                callback(query)
+                callback(Query(item, evaluation, purpose, spent, on_file))
 
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.
@@ -244,7 +240,7 @@ class Metric(CostScale):
         names = [name for name in calls[0].outcomes if all(name in each.outcomes for each in calls)]
         outcomes = {name: _mean_of([each.outcomes[name] for each in calls]) for name in names}
         whole = _mean_of([Outcome(each.value, each.pairs) for each in calls])
-        return Evaluation(whole.value, outcomes, whole.pairs, whole.noise, unit=self.unit)
+        return Evaluation(whole.value, outcomes, whole.pairs, whole.noise, sign=self.sign)
 
     def look(self, model: nn.Module, settings: Values | None = None) -> dict[str, float]:
         """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
@@ -252,11 +248,7 @@ class Metric(CostScale):
         Raises:
             MetricError, WeightsError: As from `judge`, as for the arguments.
         """
-        return {name: self._besides(name, model, settings) for name in self.also if name not in self.subject_to}
-
-    def _besides(self, name: str, model: nn.Module, settings: Values | None) -> float:
-        """Return one quantity besides the metric, by its own function."""
-        return self._outcome(name, model, settings).value
+        return {name: self._outcome(name, model, settings).value for name in self.also if name not in self.subject_to}
 
     def _outcome(self, name: str, model: nn.Module, settings: Values | None) -> Outcome:
         returned = self._returned(self.also[name], model, settings, f"{self.name!r}: also[{name!r}]")
@@ -332,14 +324,14 @@ class Metric(CostScale):
             pairs, why = None, "it is nan on a half of its data"
         if pairs is None:
             self._without_halves(why)
-            return Evaluation(value, unit=self.unit)
+            return Evaluation(value, sign=self.sign)
         if len(pairs) != (before := self._pairs or len(pairs)):
             raise MetricError(
                 f"metric {self.name!r} returned {counted(len(pairs), 'pair')} of halves, but {before} before; divide"
                 " the data in the same ways at each call"
             )
         self._pairs = len(pairs)
-        return Evaluation(value, pairs=self.checked_pairs(pairs), unit=self.unit)
+        return Evaluation(value, pairs=self.checked_pairs(pairs), sign=self.sign)
 
     def _without_halves(self, why: str) -> None:
         """Say once why there are none, if a reason is given; where a few phi alone have none, the guard has others'."""

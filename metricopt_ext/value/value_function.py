@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +17,7 @@ from metricopt_ext.utils.words import shortened
 
 F = TypeVar("F", bound="ValueFunction")
 
-FILE_FORMAT = "metricopt_ext/value_function/3"
+FILE_FORMAT = "metricopt_ext/value_function/4"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,6 @@ class Quality:
         """
         promising = self.near_mae is None or self.headroom is None or self.near_mae < self.headroom
         return promising and self.spearman_lower > 0 and self.mae < self.constant_mae
-
-    def scaled(self, scale: float) -> "Quality":
-        """Return the same with errors in the metric's own unit, of which a unit of the cost is ``scale``."""
-        errors = ("mae", "constant_mae", "near_mae", "headroom", "incumbent_mae")
-        known = {name: getattr(self, name) for name in errors if getattr(self, name) is not None}
-        return replace(self, **{name: scale * value for name, value in known.items()})
 
     def __str__(self) -> str:
         """Say on one line whether f is to be trusted, and why."""

@@ -22,7 +22,7 @@ def test_draws_every_picture_that_the_value_function_has(quadratic: Callable[...
     recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=30),))
     result = optimize_metric(task, queries=80, strategy=recipe, callback=Callback())
     paths = {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
-    aside = task.judged_by(task.metric.with_new_ledger())
+    aside = task.judged_by(task.metric.with_settings())
     drawn = value_plots.draw_value_function(aside, result, paths, tmp_path, grid=5)
     assert {path.name for path in drawn} == {path.name for path in tmp_path.iterdir()}
     assert {path.name for path in drawn} == {"interpolation.png", "landscape.png", "embedding.png"}

@@ -63,9 +63,9 @@ def test_arguments_of_metrics(metric: list[str], reference: Any) -> None:
     try_metric(config.metric, part, Target("classes", 3))
     torch.manual_seed(0)
     model = build_model("tabular_mlp", torch.Size((13,)), 3).eval()
-    found = model_metric(build_metric(config.metric), part).cost(model, "test")
+    found = model_metric(build_metric(config.metric), part).evaluate(model, "test").value
     with torch.no_grad():
-        assert 1 - found == pytest.approx(reference(part.y, model(part.x)))
+        assert found == pytest.approx(reference(part.y, model(part.x)))
 
 
 def test_metrics_tell_their_values_on_halves() -> None:
@@ -162,7 +162,7 @@ def test_what_is_constrained_is_told_with_the_metric_by_one_pass() -> None:
     metric = model_metric(METRICS["f1"], Split(logits, labels), halves, also=found, subject_to={"accuracy": ">= start"})
     evaluation = metric.evaluate(Model(), "x")
     assert passes == [60]
-    assert evaluation.cost == pytest.approx(1 - METRICS["f1"].function(logits, labels))
+    assert evaluation.value == pytest.approx(METRICS["f1"].function(logits, labels))
     assert evaluation.halves is not None
     assert evaluation.also == {"accuracy": METRICS["accuracy"].function(logits, labels)}
     assert metric.look(Model()) == {"mcc": METRICS["mcc"].function(logits, labels)}

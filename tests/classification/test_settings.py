@@ -151,8 +151,8 @@ def test_a_metric_that_sees_probabilities_is_judged_by_the_temperature() -> None
     for temperature in (0.25, 0.5, 2.0, 4.0):
         with settings.applied({"temperature": temperature}):
             expected = float(F.cross_entropy(plain / temperature, y))
-            assert metric.to_value(metric.cost(model, "test")) == pytest.approx(expected, abs=1e-6)
-            assert accuracy.cost(model, "test") == 0
+            assert metric.evaluate(model, "test").value == pytest.approx(expected, abs=1e-6)
+            assert accuracy.evaluate(model, "test").value == 1
     assert noticing.runs == settings.passes == 1
 
 

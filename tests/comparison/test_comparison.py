@@ -59,7 +59,7 @@ def experiment(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
         def prepare(self) -> Any:
             self.built.append(self.seed)
             self.made = quadratic()
-            return self.made, self.made.metric.with_new_ledger()
+            return self.made, self.made.metric.with_settings()
 
         def validation(self) -> Any:
             raise AssertionError("no start of these needs it")
@@ -226,7 +226,7 @@ def test_free_settings_hold_for_a_search_that_tunes_no_others(
             distance = Metric(
                 lambda model: float(task.problem.distance(model)) + 0.3 * (now["k"] == 0), maximize=False, bounds=None
             )
-            return task.judged_by(distance), distance.with_new_ledger()
+            return task.judged_by(distance), distance.with_settings()
 
         def own_settings(self) -> Settings:
             return Settings([Setting("k", values=(0, 1), default=0)], put_into(now), alone=(), free={"k": 1})

@@ -47,12 +47,12 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
         buffers = [result.start_of(name).buffers.keys() for name in (before, after)]
         return Change(HEIGHTS[after] - HEIGHTS[before], 1.0 + 10 * (buffers[0] != buffers[1]))
 
-    record = record_of(result, maximize=False, scale=2.0, change=change)
+    record = record_of(result, maximize=False, change=change)
     verdict = result.verdict
     assert [record[name] for name in ("gain", "chance", "optimism")] == [
-        2 * verdict.gain,
-        2 * verdict.chance,
-        2 * verdict.optimism,
+        verdict.gain,
+        verdict.chance,
+        verdict.optimism,
     ]
     return record
 

@@ -119,8 +119,8 @@ class OfImages(HalvedMetricTester):
         metric = detector_metric(self.metric, Finding(found), examples, CLASSES)  # type: ignore[arg-type]
         answer = metric.evaluate(nn.Identity(), "drawn")
         halves = zip(random_halves(len(truth), 0), answer.halves or (), strict=False)
-        told = [(half.tolist(), metric.to_value(cost)) for half, cost in halves]
-        return Told(metric.to_value(answer.cost), [told] if told else [], metric.ledger.spent)
+        told = [(half.tolist(), metric.sign * cost) for half, cost in halves]
+        return Told(answer.value, [told] if told else [], metric.ledger.spent)
 
 
 class Finding:

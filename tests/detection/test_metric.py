@@ -104,7 +104,7 @@ def test_what_is_constrained_is_told_by_the_same_detections() -> None:
     per_class = average_precision(FOUND, TRUTH, "voc").per_class
     assert calls == [1] * 4
     assert evaluation.also == {"ap50[platelets]": per_class["Platelets"]}
-    assert evaluation.cost == pytest.approx(1 - (1 + per_class["Platelets"]) / 2)
+    assert evaluation.value == pytest.approx((1 + per_class["Platelets"]) / 2)
     assert evaluation.halves is not None
     assert metric.look(nn.Identity()) == {"AP": pytest.approx((1 + per_class["Platelets"]) / 2)}
     test = detector_metric(mean, Toolkit(), examples, CLASSES, (), also=also)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def test_a_function_of_one_s_own_judges_all_images_and_each_half() -> None:
     right = [int((each.scores > 0.5).sum()) == 2 for each in detections]
     values = [sum(right[i] for i in rows) / len(rows) for rows in (range(19), *halves)]
     assert 0 < values[0] < 1
-    assert [metric.to_value(cost) for cost in (answer.cost, *answer.halves)] == pytest.approx(values)
+    assert [metric.sign * cost for cost in (answer.cost, *answer.halves)] == pytest.approx(values)
     (truth, found), half = given[0], given[1]
     assert [len(each) for each in (truth, found, *half)] == [19, 19, 10, 10]
     assert set(truth[0]) == {"boxes", "labels", "difficult", "crowd"}
@@ -192,7 +192,7 @@ def test_a_function_of_one_s_own_may_work_in_place_and_is_given_bfloat16_as_floa
     metric = detector_metric(own, Half(), images, PETS, list(torch.arange(6).view(2, 3)))
     first, second = (metric.evaluate(nn.Identity(), "test") for _ in range(2))
     assert first == second
-    whole, *halves = (metric.to_value(cost) for cost in (first.cost, *first.halves))
+    whole, *halves = (metric.sign * cost for cost in (first.cost, *first.halves))
     assert whole == pytest.approx(sum(halves))
     scores = sum(float(each.scores.float().sum()) for each in Half().detect(nn.Identity(), images))
     assert whole == pytest.approx(sum(float(each.truth.boxes.sum()) for each in images) + scores, abs=1e-3)

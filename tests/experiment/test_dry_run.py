@@ -60,7 +60,7 @@ def toy(quadratic: Callable[..., Any]) -> type[Experiment[Any]]:
 
             metric = Metric(evaluated, **task.metric.settings, ledger=Ledger(60))
             self.made.append(task.judged_by(metric))
-            return self.made[-1], metric.with_new_ledger()
+            return self.made[-1], metric.with_settings()
 
         def validation(self) -> Any:
             return [], self.task.batches

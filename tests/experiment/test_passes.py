@@ -56,7 +56,7 @@ def test_only_what_runs_within_the_metric_counts(running: FinetuneTask) -> None:
     function = Noticing(lambda: 0.5)
     metric = Metric(function, maximize=True)
     assert not metric.takes_model
-    assert metric.cost(running.adapter.model, "judge") == 0.5
+    assert metric.evaluate(running.adapter.model, "judge").value == 0.5
     assert function.runs == 0
 
 

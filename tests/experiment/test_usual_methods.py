@@ -72,7 +72,7 @@ def test_searches_begin_where_metricopt_s_own_did_and_pay_for_the_choice(
     starts = {"near": Start(task.goal / 2), "far": Start(-task.goal)}
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, methods=["cma_es"], search_queries=queries)
     usual = usual_methods(config, 5, starts=starts, inputs=[], batches=task.batches)
-    (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
+    (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_settings()))
     assert ours.result is not None
     assert ours.result.started_at == "near"
     before = task.queries
@@ -90,7 +90,7 @@ def test_searches_pay_for_the_settings_that_they_begin_with(quadratic: Callable[
     )
     config = RunConfig(finetune=FinetuneConfig(steps=6, lr=0.2), queries=40, methods=["cma_es"])
     usual = usual_methods(config, 5, inputs=[], batches=task.batches)
-    (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_new_ledger()))
+    (ours,) = usual["metricopt"]({}).run(task.judged_by(task.metric.with_settings()))
     assert ours.result is not None
     assert (ours.result.started_at, ours.result.queries["settings"]) == ("settings", 2)
     before = task.queries

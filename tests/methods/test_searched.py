@@ -97,7 +97,7 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     assert result.started_at == ("batchnorm" if gain else "start")
     assert changed == (set(host.start.buffers) if gain else set())
     assert result.start_of(result.chosen).buffers.keys() == changed
-    assert result.after == task.metric.to_value(task.evaluate(task.adapter.phi.detach(), "check").cost)
+    assert result.after == task.evaluate(task.adapter.phi.detach(), "check").value
     assert result.queries == {"starts": 2, "search": 28}
     assert len(result.points) == 28  # without the start of the other buffers, and the end
 

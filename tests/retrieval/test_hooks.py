@@ -295,7 +295,7 @@ def test_recorder_records_exact_steps() -> None:
     assert torch.equal(trajectory.observed, observation_steps(steps, evals, 3, 8))
     assert [training for _, training in seen] == [False] * evals
     assert torch.equal(torch.stack([phi for phi, _ in seen]), trajectory.observed_phi)
-    costs = 1 - torch.sigmoid(trajectory.observed_phi.sum(dim=1))
+    costs = -torch.sigmoid(trajectory.observed_phi.sum(dim=1))
     torch.testing.assert_close(trajectory.cost, costs.double())
     assert trajectory.halves is None
 

@@ -259,14 +259,12 @@ def test_metrics_of_rankings_judge_all_halves_and_galleries(name: str) -> None:
     halves = (torch.arange(15), torch.arange(15, 24))  # of other classes
     told = build_metric(config, Split(X, Y), halves)
     evaluation = told.evaluate(torch.nn.Identity(), "start")
-    assert told.to_value(evaluation.cost) == expected(X, Y)
-    assert [told.to_value(cost) for cost in evaluation.halves] == [expected(X[half], Y[half]) for half in halves]
+    assert evaluation.value == expected(X, Y)
+    assert [told.sign * cost for cost in evaluation.halves] == [expected(X[half], Y[half]) for half in halves]
     queries = Y.roll(3) % 2 == 0
     gallery = X[~queries], Y[~queries]
     against = build_metric(config, Split(X, Y), queries=queries)
-    assert against.to_value(against.cost(torch.nn.Identity(), "start")) == expected(
-        X[queries], Y[queries], gallery=gallery
-    )
+    assert against.evaluate(torch.nn.Identity(), "start").value == expected(X[queries], Y[queries], gallery=gallery)
 
 
 def test_what_counts_besides_is_told_by_the_same_embeddings() -> None:

@@ -315,7 +315,7 @@ def test_the_metric_and_its_halves(gallery: bool) -> None:
 
     def expected(rows: Tensor | slice) -> float:
         x, y = embedded("val")
-        return 1 - recall_at_k(x[rows], y[rows], (2,), gallery=embedded("gallery") if gallery else None).at[2]
+        return -recall_at_k(x[rows], y[rows], (2,), gallery=embedded("gallery") if gallery else None).at[2]
 
     halves = class_halves(embedded("val")[1], 5)
     assert len(halves) == 2
@@ -357,7 +357,7 @@ def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -
     embeddings = make_embedder().eval()(trunk.eval()(x)).detach()
 
     def cost(rows: Any) -> float:
-        return 1 - float(np.mean([recall_at_k(embeddings[rows], labels[rows, i], (1,)).at[1] for i in (0, 1)]))
+        return -float(np.mean([recall_at_k(embeddings[rows], labels[rows, i], (1,)).at[1] for i in (0, 1)]))
 
     found = task.evaluate(task.origin(), "test")
     draws = class_draws(labels, 1)

@@ -68,7 +68,7 @@ def task_metric(**options: Any) -> Metric:
 
 
 def value(metric: Metric, model: nn.Module) -> float:
-    return metric.to_value(metric.cost(model, "test"))
+    return metric.evaluate(model, "test").value
 
 
 # --- What is judged ----------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_a_whitening_is_fitted_on_what_it_is_given(power: float) -> None:
     white = pca.transform(x.double().numpy()) / pca.explained_variance_ ** (power / 2)
     white = white / np.linalg.norm(white, axis=1, keepdims=True)
     expected, pairs = recalls_on_halves(white, y, KS, class_draws(y, 0))  # type: ignore[arg-type]
-    assert metric.to_value(found.cost) == pytest.approx(expected, abs=1e-12)
+    assert found.value == pytest.approx(expected, abs=1e-12)
     assert len(found.pairs) == 8
     np.testing.assert_allclose(np.array(found.pairs), np.array(pairs), rtol=0, atol=1e-12)
     assert found.cost != before.cost
@@ -100,7 +100,7 @@ def test_augmentation_makes_every_query_new() -> None:
     with settings.applied({"augmentation": 4}):
         found = metric.evaluate(model, "test")
     told = recalls_left_out(x, y, KS, class_draws(y, 0), 4, "l2")
-    assert found == Evaluation(told, pairs=told.halves, unit=metric.unit)  # type: ignore[arg-type]
+    assert found == Evaluation(told, pairs=told.halves, sign=metric.sign)  # type: ignore[arg-type]
     assert settings.preset("augmentation_8", {"whitening": 1.0}) == {"whitening": 1.0, "augmentation": 8}
 
 
@@ -176,7 +176,7 @@ def test_what_values_do_goes_to_an_index_and_into_the_model() -> None:
     assert settings.passes == 2  # the first was over the whitening's inputs
     with torch.no_grad():
         own = processing.of(model.eval()(x))
-    assert recall_at_k(own, examples(0)[1], KS).mean == pytest.approx(1 - tuned.cost, abs=1e-12)
+    assert recall_at_k(own, examples(0)[1], KS).mean == pytest.approx(tuned.value, abs=1e-12)
     assert processing.whitening is not None
     assert settings.set_on(model, {}) == ""
     assert "settings.processing(model, {'whitening': 0.75})" in settings.set_on(model, {"whitening": 0.75})
@@ -237,5 +237,5 @@ def test_a_tester_s_metric(gallery: bool) -> None:
     post, fitted = PostProcessing(whitening=0.5), Whitening.of(x[0])
     items = (post_processed(x[2], post, fitted), examples(2)[1]) if gallery else None
     expected = recall_at_k(post_processed(x[1], post, fitted), examples(1)[1], (2,), gallery=items).mean
-    assert task.metric.to_value(found.cost) == pytest.approx(expected, abs=1e-12)
+    assert found.value == pytest.approx(expected, abs=1e-12)
     assert found != plain == task.metric.evaluate(trunk, "test")

@@ -16,12 +16,10 @@ from torch.nn.utils import parametrizations
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import BudgetError, MetricError, WeightsError
 from metricopt_ext.siblings.batch_metric import BatchMetric
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Unit, noise_of, stacked_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, noise_of, stacked_pairs
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric, Query
-
-HIGHER = Unit(True, (0.0, 1.0))
 
 
 def constant(value: Any) -> Callable[[], Any]:
@@ -64,7 +62,7 @@ def test_anything_that_is_a_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("maximize", "bounds", "value", "cost"),
+    ("maximize", "bounds", "value", "scaled"),
     [
         (True, (0.0, 1.0), 0.75, 0.25),
         (False, (0.0, 1.0), 0.75, 0.75),
@@ -75,12 +73,14 @@ def test_anything_that_is_a_number(value: Any) -> None:
         (False, None, 37.5, 37.5),
     ],
 )
-def test_a_value_is_a_cost_within_the_bounds_and_back(maximize: bool, bounds: Any, value: float, cost: float) -> None:
+def test_a_cost_is_the_value_with_a_sign_and_a_learner_s_is_scaled(
+    maximize: bool, bounds: Any, value: float, scaled: float
+) -> None:
     metric = Metric(constant(value), maximize=maximize, bounds=bounds)
-    assert metric.cost(nn.Identity(), "test") == pytest.approx(cost, abs=1e-15)
-    assert metric.to_value(cost) == pytest.approx(value, abs=1e-15)
+    assert metric.cost(nn.Identity(), "test") == (-value if maximize else value)
     of_batch = BatchMetric(lambda scores, labels: value, maximize=maximize, bounds=bounds)
-    assert of_batch.cost(torch.zeros(2), torch.zeros(2), "test") == pytest.approx(cost, abs=1e-15)
+    assert of_batch.value(torch.zeros(2), torch.zeros(2), "test") == value
+    assert of_batch.cost(torch.zeros(2), torch.zeros(2), "test") == pytest.approx(scaled, abs=1e-15)
 
 
 def test_rounding_beyond_a_bound_is_the_bound() -> None:
@@ -124,12 +124,12 @@ def test_what_is_no_metric_is_refused(settings: dict[str, Any], error: Any, name
 )
 def test_an_answer_that_is_none_is_an_error_counts_and_can_be_asked_again(answer: Any, names: tuple[str, ...]) -> None:
     metric = Metric(returning(0.2, answer, 0.6), maximize=True, name="judge", also={"ece": constant(0.1)})
-    assert metric.cost(nn.Identity(), "test") == pytest.approx(0.8)
+    assert metric.evaluate(nn.Identity(), "test").value == 0.2
     with pytest.raises(MetricError) as caught:
         metric.cost(nn.Identity(), "test")
     assert_named(caught, *names)
     assert not isinstance(answer, Exception) or caught.value.__cause__ is answer
-    assert metric.cost(nn.Identity(), "test") == pytest.approx(0.4)
+    assert metric.evaluate(nn.Identity(), "test").value == 0.6
     assert metric.ledger.spent == 3
 
 
@@ -154,7 +154,7 @@ def test_queries_are_counted_by_purpose_and_refused_before_the_metric_is_asked()
     for metric in (one, other):
         assert_refused(lambda m=metric: m.cost(nn.Identity(), "guard"), BudgetError, "guard", "0", "4", "collect")
     assert (ledger.spent, len(calls)) == (4, 4)
-    apart = one.with_new_ledger()
+    apart = one.with_settings()
     apart.cost(nn.Identity(), "x")
     assert (apart.ledger.spent, apart.ledger.left, apart.settings) == (1, math.inf, one.settings)
     for budget in (-1, 30.0, True):
@@ -197,13 +197,13 @@ def test_callbacks_are_told_of_each_query_once() -> None:
     told: list[Query] = []
     metric, model = Metric(returning(0.25, 0.75, 0.5, 0.5, 0.5), maximize=True, bounds=(0, 2)), nn.Identity()
     with metric.calling(told.append), metric.calling(told.append):
-        assert [metric.cost(model, "search") for _ in range(2)] == [0.875, 0.625]
-        metric.with_new_ledger().cost(model, "of a copy")
+        assert [metric.cost(model, "search") for _ in range(2)] == [-0.25, -0.75]
+        metric.with_settings().cost(model, "of a copy")
     metric.cost(model, "outside")
     metric.with_callbacks(told.append).cost(model, "with the same ledger")
     assert [tuple(query) for query in told[:2]] == [
-        (model, Evaluation(0.25, unit=metric.unit), 0.25, "search", 1, False),
-        (model, Evaluation(0.75, unit=metric.unit), 0.75, "search", 2, False),
+        (model, Evaluation(0.25, sign=metric.sign), "search", 1, False),
+        (model, Evaluation(0.75, sign=metric.sign), "search", 2, False),
     ]
     assert [(query.purpose, query.spent) for query in told[2:]] == [("of a copy", 1), ("with the same ledger", 4)]
     assert metric.callbacks == []
@@ -216,13 +216,13 @@ def test_callbacks_are_told_of_each_query_once() -> None:
 def test_halves_are_costs_of_one_query_and_the_first_pair_counts_where_one_is_meant(pairs: Any) -> None:
     metric = Metric(lambda: (0.75, pairs), maximize=True)
     found = metric.evaluate(nn.Identity(), "x")
-    assert found == Evaluation(0.75, pairs=((0.5, 1.0), (0.25, 0.75)), unit=HIGHER)
-    assert (found.cost, found.halves, metric.ledger.spent) == (0.25, (0.5, 0.0), 1)
+    assert found == Evaluation(0.75, pairs=((0.5, 1.0), (0.25, 0.75)), sign=-1)
+    assert (found.cost, found.halves, metric.ledger.spent) == (-0.75, (-0.5, -1.0), 1)
     one = Metric(lambda: (0.75, pairs[:1]), maximize=False).evaluate(nn.Identity(), "x")
-    assert one == Evaluation(0.75, pairs=((0.5, 1.0),), unit=Unit(False, (0.0, 1.0)))
+    assert one == Evaluation(0.75, pairs=((0.5, 1.0),), sign=1)
     stacked, alone = stacked_pairs([found, found]), stacked_pairs([one])
     assert stacked is not None
-    assert stacked.tolist() == [[[0.5, 0.0], [0.75, 0.25]]] * 2
+    assert stacked.tolist() == [[[-0.5, -1.0], [-0.25, -0.75]]] * 2
     assert alone is not None
     assert alone.tolist() == [[[0.5, 1.0]]]
     assert stacked_pairs([found, Evaluation(0.5)]) is None
@@ -240,7 +240,7 @@ def test_a_metric_without_halves_says_once_why(answer: Any, repeats: int) -> Non
     metric = Metric(lambda model: answer, maximize=True, name="auc", repeats=repeats)
     with pytest.warns(UserWarning, match="auc") as said:
         found = [metric.evaluate(nn.Identity(), "x") for _ in range(3)]
-    assert found == [Evaluation(0.5, noise=None if repeats == 1 else 0.0, unit=HIGHER)] * 3
+    assert found == [Evaluation(0.5, noise=None if repeats == 1 else 0.0, sign=-1)] * 3
     (warning,) = said
     assert ("nan" if isinstance(answer[1], tuple) else answer[1]) in str(warning.message)
 
@@ -278,14 +278,14 @@ def test_values_on_halves_of_the_data_are_those_of_their_rows() -> None:
 @pytest.mark.parametrize(
     ("value", "evaluation"),
     [
-        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.75, {"accuracy": Outcome(0.9)}, unit=HIGHER)),
+        ({"accuracy": 0.9, "f1": 0.75}, Evaluation(0.75, {"accuracy": Outcome(0.9)}, sign=-1)),
         (
             {"f1": (0.75, (0.5, 1)), "n": torch.tensor(3)},
-            Evaluation(0.75, {"n": Outcome(3.0)}, ((0.5, 1.0),), unit=HIGHER),
+            Evaluation(0.75, {"n": Outcome(3.0)}, ((0.5, 1.0),), sign=-1),
         ),
         (
             {"f1": Halved(0.75, (0.5, 1.0)), "b": Halved(0.5, (0.0, 1.0)), "c": (0.5, "no halves")},
-            Evaluation(0.75, {"b": Outcome(0.5, ((0.0, 1.0),)), "c": Outcome(0.5)}, ((0.5, 1.0),), unit=HIGHER),
+            Evaluation(0.75, {"b": Outcome(0.5, ((0.0, 1.0),)), "c": Outcome(0.5)}, ((0.5, 1.0),), sign=-1),
         ),
     ],
 )
@@ -312,9 +312,9 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
     answer = constant({"f1": 0.75, "told": 1.0})
     metric = Metric(answer, maximize=True, name="f1", also=also, subject_to=bounds, repeats=2)
     model = nn.Linear(1, 1).train()
-    for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):
+    for each in (metric, metric.with_settings(), metric.with_settings(repeats=2), metric.with_callbacks()):
         others = {"told": Outcome(1.0, noise=0.0), "bound": Outcome(3.0, noise=0.0)}
-        assert each.evaluate(model, "x") == Evaluation(0.75, others, noise=0.0, unit=HIGHER)
+        assert each.evaluate(model, "x") == Evaluation(0.75, others, noise=0.0, sign=-1)
         assert [str(one) for one in each.constraints] == ["bound >= 1", "told <= start"]
     assert calls == ["bound", "bound"] * 4
     spent = metric.ledger.spent
@@ -328,11 +328,11 @@ def test_what_is_derived_from_a_subclass_judges_as_it_does() -> None:
     class Halved(Metric):
         def judge(self, model: nn.Module) -> Evaluation:
             found = super().judge(model)
-            return found._replace(value=found.unit.value(found.cost / 2))
+            return found._replace(value=found.value / 2)
 
     metric = Halved(constant(0.2), maximize=True)
-    for each in (metric, metric.with_new_ledger(), metric.with_settings(repeats=2), metric.with_callbacks()):
-        assert each.cost(nn.Identity(), "x") == pytest.approx(0.4)
+    for each in (metric, metric.with_settings(), metric.with_settings(repeats=2), metric.with_callbacks()):
+        assert each.cost(nn.Identity(), "x") == -0.1
 
 
 # --- The model's state ---------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_a_cache_stays_that_a_forward_pass_makes_and_is_put_back_where_it_is_cha
     metric = Metric(lambda model: float(model(torch.zeros(1))), maximize=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [metric.to_value(metric.cost(model, "test")) for _ in range(3)] == [0.0, 1.0, 1.0]
+        assert [metric.evaluate(model, "test").value for _ in range(3)] == [0.0, 1.0, 1.0]
 
 
 def test_a_change_without_a_trace_ends_the_run() -> None:

@@ -175,8 +175,8 @@ def test_pictures_of_several_sizes_are_judged_as_one_at_a_time(tmp_path: Path) -
     assert 0 < expected == pytest.approx(evaluated(tmp_path / "out", test, *words), abs=1e-9)
     examples = load_examples(read_coco(test, tmp_path))
     metric = build_metric(DetectionConfig().metric)  # COCO's definition unless another is named
-    cost = detector_metric(metric, toolkit, examples, ("disc",), ()).cost(model, "test")
-    assert 1 - cost == pytest.approx(expected, abs=1e-9)
+    found = detector_metric(metric, toolkit, examples, ("disc",), ()).evaluate(model, "test")
+    assert found.value == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_the_metric_and_its_halves_against_the_definition() -> None:
         embeddings = model(part.x)
 
     def cost(rows: Tensor) -> float:
-        return 1 - float(np.mean([naive_recall(embeddings[rows], y[rows], k) for k in (1, 3)]))
+        return -float(np.mean([naive_recall(embeddings[rows], y[rows], k) for k in (1, 3)]))
 
     assert answer.cost == pytest.approx(cost(torch.arange(30)))
     assert answer.halves == (pytest.approx(cost(halves[0])), pytest.approx(cost(halves[1])))

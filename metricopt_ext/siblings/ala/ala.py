@@ -241,7 +241,7 @@ class AdaptiveLossAlignment(Sibling):
             return seen
         cost = sum(child.last_cost for child in children) / len(children)
         loss = self.reward.endswith("loss")
-        last = {"rewarded loss": cost} if loss else {"metric": children[0].task.metric.to_value(cost)}
+        last = {"rewarded loss": cost} if loss else {"metric": children[0].task.metric.sign * cost}
         return {"reward": sum(rewards) / len(rewards), "baseline": baseline, **last, **seen}
 
 

@@ -41,4 +41,5 @@ def reward_cost(task: TrainingTask, reward: Reward, batches: int, seed: int) -> 
         if reward.endswith("loss"):
             return sum(float(task.loss(task.model, batch)) for batch in drawn) / batches
         scores, labels = zip(*(task.predict(task.model, batch) for batch in drawn), strict=True)
-    return task.batch_metric.cost(torch.cat(scores), torch.cat(labels), "reward")
+    metric = task.batch_metric
+    return metric.sign * metric.value(torch.cat(scores), torch.cat(labels), "reward")

@@ -122,7 +122,7 @@ def test_masks_are_judged_and_searched_for_as_by_detectron2(masks: Any) -> None:
     metric = Masks.build_metric(masks)
     before = by_detectron2(model, masks)
     assert 0 < before < 100
-    assert metric.to_value(metric.judge(model).cost) == pytest.approx(before)
+    assert metric.judge(model).value == pytest.approx(before)
 
     run = search(masks, trainer_class=Masks)
     assert run.metric == "masks/segm/AP50"
@@ -157,7 +157,7 @@ def test_halves_are_what_detectron2_says_of_their_images(masks: Any) -> None:
         alone = COCOEvaluator(f"half-{len(expected)}", output_dir=masks.OUTPUT_DIR)
         inference_on_dataset(model, MetricOptTrainer.build_test_loader(masks, f"half-{len(expected)}"), alone)
         expected.append(alone.evaluate()["segm"]["AP50"])
-    assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected, abs=1e-9)
+    assert [metric.sign * cost for cost in evaluation.halves or ()] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("tasks", [None, ("bbox",)])
@@ -175,7 +175,7 @@ def test_halves_of_boxes_are_not_taken_for_masks(masks: Any, tasks: Any) -> None
     inference_on_dataset(model.eval(), loader, alone)
     assert len([each for image in alone._predictions for each in image["instances"]]) > 10
     expected = [alone.evaluate([ids[i] for i in half])["bbox"]["AP50"] for half in random_halves(len(ids), 0)]
-    assert [metric.to_value(cost) for cost in first.halves or ()] == pytest.approx(expected, abs=1e-9)
+    assert [metric.sign * cost for cost in first.halves or ()] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("definition", ["voc", "coco"])
@@ -190,4 +190,4 @@ def test_halves_of_our_evaluator_are_those_of_their_images(masks: Any, definitio
         loader = MetricOptTrainer.build_test_loader(masks, "masks")
         own = [[each] for (each,) in loader if each["image_id"] in {image.image_id for image in part.images}]
         expected.append(inference_on_dataset(model, own, AP50Evaluator(part, definition, ap=True))["bbox"]["AP"])
-    assert [metric.to_value(cost) for cost in evaluation.halves or ()] == pytest.approx(expected)
+    assert [metric.sign * cost for cost in evaluation.halves or ()] == pytest.approx(expected)

@@ -270,7 +270,7 @@ def test_stock_train_net_gives_the_tuned_number(
     expected = []
     for each in ({}, {**values, "flip": False, "multi_scale": False}, values):
         with settings.applied(each):
-            expected.append(100 * metric.to_value(metric.judge(model).cost))
+            expected.append(100 * metric.judge(model).value)
     assert len({round(value, 3) for value in expected}) == 3
     assert all(1 < value < 99 for value in expected)
 
