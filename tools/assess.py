@@ -22,12 +22,11 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.output_folder import open_run
+from metricopt_ext.experiment.output_folder import GROWS, open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_points
 from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES, Assessment
-from metricopt_ext.methods.run_identity import QUERIES as OPEN
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
@@ -128,7 +127,7 @@ def assess_seed(
     strategy = config.build_strategy()
     if not isinstance(strategy, GuidedTrustRegion) and folder is not None:
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")
-    open_settings = {key: value for key, value in config.as_dict().items() if key != OPEN}
+    open_settings = {key: value for key, value in config.as_dict().items() if key != GROWS}
     seed = config.seed
     with distributed.sharing(open_settings), ExitStack() as held:
         run, kept = folder, folder if distributed.rank() == 0 else None

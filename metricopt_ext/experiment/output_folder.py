@@ -1,6 +1,5 @@
 """The output folder of a tool's run: its settings, which of them may change, and what the run was made of."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.own_metric import code_of_own
 from metricopt_ext.methods.run_folder import SEEDS, SETTINGS
-from metricopt_ext.methods.run_identity import FORMAT, claim_open
-from metricopt_ext.runtime.identity import fingerprint_of_files
+from metricopt_ext.methods.run_identity import FORMAT
+from metricopt_ext.runtime.identity import claim, fingerprint_of_files
 from metricopt_ext.utils.files import read_json, write_json
 
 CONTENT = "content of the data's files"  # beside the settings
@@ -38,7 +37,7 @@ def open_run(
     """Claim the output folder for a tool's run; seeds and queries may be added to it, other settings may not change.
 
     A run that failed before it made a ``seed-N`` folder has no claim. Neither may the code of functions change
-    that the settings name as ``MODULE:FUNCTION``. A folder that does not tell it yet is taken to be of today's.
+    that the settings name as ``MODULE:FUNCTION``.
 
     Args:
         folder: The output folder.
@@ -61,17 +60,18 @@ def open_run(
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
     identity |= {CONTENT: fingerprint_of_files(files)} if files else {}
-    kept = read_json(file) if file.exists() else None
-    before = kept.get(GROWS, math.inf) if isinstance(kept, dict) and grows else math.inf
-    if more := isinstance(before, int) and before < settings[GROWS]:
-        identity[GROWS] = before
-    if not code or not isinstance(kept, dict) or CODE in kept:
-        claim_open(file, identity | ({CODE: code} if code else {}))
-    else:
-        claim_open(file, identity)
-        write_json(file, {**read_json(file), CODE: code})
+    if code:
+        identity[CODE] = code
+    kept = read_json(file) if file.exists() else {}
+    before, now = kept.get(GROWS), identity.get(GROWS)
+    more = grows and isinstance(before, int) and now is not None and before < now
+    if not kept or not (more or before is None or now is None):
+        claim(file, identity)
+        return
+    claim(file, {**identity, GROWS: before})  # an assessment leaves open how many, and so does a run that goes on
     if more:
         for name in OF_A_BUDGET:
             for finished in folder.glob(f"{SEEDS}/{name}"):
                 finished.unlink()
-        write_json(file, {**read_json(file), GROWS: settings[GROWS]})
+    if now is not None:
+        write_json(file, identity)

@@ -9,9 +9,8 @@ from typing import Any
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run_identity import claim_open
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.identity import Held, sole_writer
+from metricopt_ext.runtime.identity import Held, claim, sole_writer
 from metricopt_ext.tasks.inference_file import INFERENCE, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -119,7 +118,7 @@ class RunFolder:
         self._held = held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim
         self._refuse_another(path, resume)
         _refuse_nameless(path)
-        claim_open(path / IDENTITY, self.identity)  # it guards the evaluations too
+        claim(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)
 

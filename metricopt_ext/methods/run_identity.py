@@ -1,17 +1,13 @@
 """What a run depends on, to tell it from other runs."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.runtime.identity import claim, fingerprint, fingerprint_of_code
+from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_code
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.files import read_json, to_json, write_json
 
-QUERIES = "queries"  # the key of an identity that an assessment leaves open
 FORMAT = 9  # of what is kept: a folder of another format is not resumed
 
 
@@ -84,25 +80,3 @@ def bounded(metric: Metric) -> dict[str, list[str]]:
         name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
         for name, text in metric.subject_to.items()
     }
-
-
-def claim_open(file: Path, identity: dict[str, Any]) -> None:
-    """Claim a folder as `claim` does, where an assessment leaves open how many queries its run will have.
-
-    A run goes on with an assessment's folder and says it; an assessment finds what it needs in a run's.
-
-    Args:
-        file: The identity's.
-        identity: Without `QUERIES` of an assessment.
-
-    Raises:
-        FileFormatError: The folder belongs to a run with other settings.
-    """
-    kept = read_json(file) if file.exists() else None
-    if not isinstance(kept, dict) or (QUERIES in kept) == (QUERIES in identity):
-        claim(file, identity)
-    elif QUERIES in kept:
-        claim(file, {**identity, QUERIES: kept[QUERIES]})
-    else:
-        claim(file, {key: value for key, value in identity.items() if key != QUERIES})
-        write_json(file, json.loads(to_json(identity)))
