@@ -252,14 +252,17 @@ class Log:
 
     def _write(self, lines: str) -> None:
         assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("r+b" if self._size else "w+b") as file:
-            file.truncate(self._size)  # what a kill tore, or an error left
-            file.seek(self._size)
-            file.write(((f"{to_json(FORMAT)}\n" if not self._size else "") + lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            self._size = file.tell()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "r+b" if self._size else "wb") as file:
+                file.truncate(self._size)  # what a kill tore, or an error left
+                file.seek(self._size)
+                file.write(((f"{to_json(FORMAT)}\n" if not self._size else "") + lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+                self._size = file.tell()
+        except OSError as error:  # which names no file where there is no room
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def check_unchanged(self) -> None:
         """Refuse a file whose answers are not those that are known here.
