@@ -125,4 +125,4 @@ def _merged(task: FinetuneTask, model: nn.Module, whitening: Whitening, batches:
         whole[: len(parameter)] = parameter.detach()
         if not same_bits(whole, own[name]):
             found[name] = whole
-    return Start(task.origin(), {}, found)
+    return Start(task.origin(), found)

@@ -150,7 +150,7 @@ def adapter() -> Any:
 def started() -> Any:
     """An adapter with a start that replaces a buffer and a parameter."""
     made = adapter()
-    made.apply(Start(torch.ones(4), {"1.running_mean": torch.ones(512)}, {"2.bias": torch.ones(3)}))
+    made.apply(Start(torch.ones(4), {"1.running_mean": torch.ones(512), "2.bias": torch.ones(3)}))
     return made
 
 
@@ -168,14 +168,14 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         r"tensor 'matrices.1.A' has shape \(512, 4\), but should have \(512, 1000000\)",
     ),
     "a start's unknown tensor": (
-        with_tensors(**{"buffers.1.x": torch.zeros(1)}),
+        with_tensors(**{"replaced.1.x": torch.zeros(1)}),
         lambda p: load_adapter(model(), p),
-        r"the model has no buffer '1\.x'",
+        r"the model has no tensor '1\.x'",
     ),
     "a start's shape": (
-        with_tensors(**{"parameters.2.bias": torch.zeros(0, 10**9)}),
+        with_tensors(**{"replaced.2.bias": torch.zeros(0, 10**9)}),
         lambda p: load_adapter(model(), p),
-        r"parameter '2\.bias' has shape \(0, 1000000000\), the model's \(3,\)",
+        r"tensor '2\.bias' has shape \(0, 1000000000\), the model's \(3,\)",
     ),
     "a value function's dim": (
         attack_file({"settings": {"dim": 10**9}}, ridge),

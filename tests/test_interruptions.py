@@ -124,7 +124,7 @@ def moved() -> mo.Adapter:
     adapter = mo.attach_film(network(), dim=3, outputs=mo.Outputs(temperature=True))
     phi = torch.linspace(-1, 1, adapter.dim).to(adapter.phi)
     mean, weight = torch.ones(6, dtype=torch.float64), torch.full((3, 6), 0.5, dtype=torch.float64)
-    adapter.apply(mo.Start(phi, {"1.running_mean": mean}, {"5.weight": weight}))
+    adapter.apply(mo.Start(phi, {"1.running_mean": mean, "5.weight": weight}))
     return adapter
 
 

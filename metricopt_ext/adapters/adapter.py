@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -180,7 +181,7 @@ class Adapter:
         self._given(start)
 
     def apply(self, start: Start) -> None:
-        """Make the model its base with a start: the start's phi, and its buffers and parameters in place of the base's.
+        """Make the model its base with a start: the start's phi, and its tensors in place of the base's.
 
         Their values are copied into the model's own tensors, so optimizers, tied weights, DDP and compiled graphs stay
         valid. The originals are kept outside the state dict until `remove` or another start restores them; they follow
@@ -222,20 +223,16 @@ class Adapter:
         originals = self.context.originals
         if not originals:
             return Start(self.phi.detach().clone())
-        replaced: dict[str, dict[str, Tensor]] = {}
-        for kind, own in self._own().items():
-            unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
-            replaced[kind] = {name: own[name].detach().clone() for name in reversed(unique.values())}
-        return Start(self.phi.detach().clone(), replaced["buffers"], replaced["parameters"])
+        own = self._own()
+        unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
+        replaced = {name: own[name].detach().clone() for name in reversed(unique.values())}
+        return Start(self.phi.detach().clone(), replaced)
 
-    def _own(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that the bare model's state dict names, by kind; a tied one under each of its names."""
-        known = self.base_state_dict()
-        every = {
-            "buffers": self.model.named_buffers(remove_duplicate=False),
-            "parameters": self.model.named_parameters(remove_duplicate=False),
-        }
-        return {kind: {name: each for name, each in every[kind] if name in known} for kind in REPLACED}
+    def _own(self) -> dict[str, Tensor]:
+        """Return the tensors that the bare model's state dict names; a tied one under each of its names."""
+        known, model = self.base_state_dict(), self.model
+        own = (model.named_buffers(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
+        return {name: each for name, each in chain(*own) if name in known}
 
     def _given(self, start: Start) -> dict[int, Tensor]:
         """Return the values for the model's tensors, by the tensors' ids.
@@ -243,24 +240,21 @@ class Adapter:
         Raises:
             AdapterError: As from `check`.
         """
-        given: dict[int, tuple[str, Tensor]] = {}
-        if not start.replaced:
-            return {}
-        for kind, own in self._own().items():
-            for name, value in getattr(start, kind).items():
-                what = f"{kind[:-1]} {brief(name)}"
-                if name not in own:
-                    raise AdapterError(f"the model has no {what}{nearest(str(name)[:100], list(own))}")
-                tensor = own[name]
-                if not isinstance(value, Tensor):
-                    raise AdapterError(f"{what} is {brief(value)}; it must be a tensor")
-                if value.shape != tensor.shape:
-                    raise AdapterError(f"{what} has shape {tuple(value.shape)}, the model's {tuple(tensor.shape)}")
-                if value.dtype != tensor.dtype:
-                    raise AdapterError(f"{what} has type {value.dtype}, the model's {tensor.dtype}; convert it first")
-                other, earlier = given.setdefault(id(tensor), (name, value))
-                if not same_bits(value, earlier):
-                    raise AdapterError(f"{what} is the same tensor as {other!r}, but was given another value")
+        given, own = dict[int, tuple[str, Tensor]](), self._own() if start.tensors else {}
+        for name, value in start.tensors.items():
+            what = f"tensor {brief(name)}"
+            if name not in own:
+                raise AdapterError(f"the model has no {what}{nearest(str(name)[:100], list(own))}")
+            tensor = own[name]
+            if not isinstance(value, Tensor):
+                raise AdapterError(f"{what} is {brief(value)}; it must be a tensor")
+            if value.shape != tensor.shape:
+                raise AdapterError(f"{what} has shape {tuple(value.shape)}, the model's {tuple(tensor.shape)}")
+            if value.dtype != tensor.dtype:
+                raise AdapterError(f"{what} has type {value.dtype}, the model's {tensor.dtype}; convert it first")
+            other, earlier = given.setdefault(id(tensor), (name, value))
+            if not same_bits(value, earlier):
+                raise AdapterError(f"{what} is the same tensor as {other!r}, but was given another value")
         return {key: value for key, (_, value) in given.items()}
 
     @torch.no_grad()
@@ -271,7 +265,7 @@ class Adapter:
         if not (given or before):  # as for most queries, which have another phi alone
             self.phi.copy_(start.phi)
             return
-        own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
+        own = self._own()
         for name, tensor in own.items():
             if id(tensor) in given and not same_bits(given[id(tensor)], before.get(name, tensor)):
                 if id(tensor) not in kept:
@@ -345,7 +339,7 @@ class Adapter:
         if not (self.phi.is_meta or bool(self.phi.any())):
             merged = {}  # nothing changes there
         merged = {name: tensor for name, tensor in merged.items() if tensor is not None}
-        own = {name: tensor for each in self._own().values() for name, tensor in each.items()}
+        own = self._own()
         merged |= {name: own[name] for name in self.context.originals}
         if merged and (message := left_out(self.model, merged)):  # before the merge, after which nothing can be undone
             warnings.warn(message, stacklevel=2)
@@ -408,8 +402,7 @@ class Adapter:
         It holds phi, A, B (or C) and where they act, what a start replaced, and a digest of the base, not its weights.
         """
         tensors, start = self._kept_tensors(), self.as_start()
-        for kind in REPLACED:
-            tensors |= {f"{kind}.{name}": value for name, value in getattr(start, kind).items()}
+        tensors |= {f"{REPLACED}{name}": value for name, value in start.tensors.items()}
         context = self.context
         described = Described(
             **self._place(),
@@ -441,7 +434,7 @@ class Adapter:
                 raise AdapterError(f"{path}: {key} is {brief(theirs)}, but the attached adapter's is {brief(mine)}")
         own = self._kept_tensors()
         check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
-        start = Start(tensors["phi"], replaced["buffers"], replaced["parameters"])
+        start = Start(tensors["phi"], replaced)
         try:
             self.check(start)
         except AdapterError as error:

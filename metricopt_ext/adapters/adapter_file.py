@@ -15,11 +15,9 @@ from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import content_of, read_tensors
 from metricopt_ext.utils.words import brief
 
-FILE_FORMAT = "metricopt_ext/adapter/2"
+FILE_FORMAT = "metricopt_ext/adapter/3"
 
-MATRIX = "matrices."  # begins a matrix's name in a file
-
-REPLACED = ("buffers", "parameters")  # what a start may replace; the names of its attributes
+MATRIX, REPLACED = "matrices.", "replaced."  # begin the names of matrices in a file, and of what a start replaces
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
 
@@ -55,12 +53,12 @@ class Saved(NamedTuple):
     Attributes:
         described: What it says.
         tensors: Phi and the matrices, by their names in the file.
-        replaced: What replaces the model's own buffers and parameters, by `REPLACED` and name.
+        replaced: What replaces the model's own tensors, by name.
     """
 
     described: Described
     tensors: dict[str, Tensor]
-    replaced: dict[str, dict[str, Tensor]]
+    replaced: dict[str, Tensor]
 
 
 def read_adapter(path: str | Path) -> Saved:
@@ -76,10 +74,8 @@ def read_adapter(path: str | Path) -> Saved:
             raise FileFormatError(f"{path}: unknown adapter kind {brief(described['kind'])}, expected one of {kinds}")
         content = from_json(Described, described)
         check_integer(0, dim=content.dim, matrix_dim=content.matrix_dim, seed=content.seed)
-    replaced: dict[str, dict[str, Tensor]] = {}
-    for kind in REPLACED:
-        names = [name for name in tensors if name.startswith(f"{kind}.")]
-        replaced[kind] = {name.removeprefix(f"{kind}."): tensors.pop(name) for name in names}
+    names = [name for name in tensors if name.startswith(REPLACED)]
+    replaced = {name.removeprefix(REPLACED): tensors.pop(name) for name in names}
     for name, value in tensors.items():
         if value.dtype not in FLOATS:
             raise FileFormatError(f"{path} is corrupt: tensor {brief(name)} has type {value.dtype}, not a float's")

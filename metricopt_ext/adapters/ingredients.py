@@ -114,11 +114,7 @@ class Ingredients:
 
     def start(self, values: Mapping[str, Tensor]) -> Start:
         """Return the start at phi = 0 of the model's adapter with `replaced`."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        kinds: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-        for name, value in self.replaced(values).items():
-            kinds[name in parameters][name] = value
-        return Start(torch.zeros_like(Adapter(self.model).phi.detach()), kinds[False], kinds[True])
+        return Start(torch.zeros_like(Adapter(self.model).phi.detach()), self.replaced(values))
 
     def _names(self, path: Path, keys: list[str]) -> Names:
         """Return the model's names of a file's tensors, and refuse a file that has others, or not all."""

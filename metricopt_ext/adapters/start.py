@@ -23,16 +23,14 @@ class Start:
 
     Attributes:
         phi: ``d``; integers become float32.
-        buffers: Buffers that replace the model's own, by their names in the bare model's state dict, e.g. BatchNorm
-            statistics.
-        parameters: Parameters that replace the model's own, likewise, e.g. the mean of several trainings' weights.
+        tensors: Buffers and parameters that replace the model's own, by their names in the bare model's state dict,
+            e.g. BatchNorm statistics, or the mean of several trainings' weights.
         settings: Settings of inference to use with it, by name; empty to leave them. They are not part of the model: a
             task's `Settings` apply them, `Adapter.apply` does not.
     """
 
     phi: Tensor
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,14 +45,9 @@ class Start:
             raise TypeError(f"phi is of type {self.phi.dtype}; it must be of floating numbers, phi.float()")
         if not self.phi.is_floating_point():
             object.__setattr__(self, "phi", self.phi.float())  # so that it can lie on a line
-        for name in ("buffers", "parameters", "settings"):
+        for name in ("tensors", "settings"):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise TypeError(f"{name} are {brief(given)}; they must be a dict by name")
-
-    @property
-    def replaced(self) -> dict[str, Tensor]:
-        """All tensors that replace the model's own, by name."""
-        return {**self.buffers, **self.parameters}
 
     def of_the_same(self, other: "Start") -> bool:
         """Whether two starts differ in phi alone: in neither tensors nor settings."""
@@ -62,13 +55,13 @@ class Start:
 
     def replaces_the_same(self, other: "Start") -> bool:
         """Whether two starts replace the same tensors, so that their models differ in phi alone."""
-        mine, theirs = self.replaced, other.replaced
+        mine, theirs = self.tensors, other.tensors
         return mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
 
     @property
     def digest(self) -> str:
         """Digest of phi, the tensors that it replaces and their names."""
-        return fingerprint({"phi": self.phi, **self.replaced})
+        return fingerprint({"phi": self.phi, **self.tensors})
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +135,7 @@ class StartLine:
             return replace(
                 own,
                 phi=start.phi + own.phi,
-                buffers={**start.buffers, **own.buffers},
-                parameters={**start.parameters, **own.parameters},
+                tensors={**start.tensors, **own.tensors},
                 settings={**start.settings, **own.settings},
             )
 
@@ -182,8 +174,8 @@ class PlacesOnLine:
     def _tensors(self, *starts: Start) -> Iterator[tuple[Tensor, ...]]:
         """Yield phi, and each tensor with a fraction that one of the starts replaces, of all of them, in float64."""
         yield tuple(each.phi.detach().cpu().double() for each in starts)
-        for name in sorted({name for each in (self._low, self._high, *starts) for name in each.replaced}):
-            own = tuple(each.replaced.get(name, self._base.get(name)) for each in starts)
+        for name in sorted({name for each in (self._low, self._high, *starts) for name in each.tensors}):
+            own = tuple(each.tensors.get(name, self._base.get(name)) for each in starts)
             assert all(each is not None for each in own)
             if own[0].is_floating_point():  # type: ignore[union-attr]
                 yield tuple(each.detach().cpu().double() for each in own)  # type: ignore[union-attr]

@@ -211,9 +211,14 @@ def _passes(made: CountedTask, fresh: FinetuneTask, starts: Mapping[str, Start |
             start and the line that leads to it.
     """
     fixed, lines = divided(starts)
-    looked = [start.buffers for start in fixed.values() if start.buffers]
+    names = {name for name, _ in made.adapter.model.named_buffers()}
+
+    def buffers(start: Start) -> dict[str, Tensor]:
+        return {name: value for name, value in start.tensors.items() if name in names}
+
+    looked = [each for each in map(buffers, fixed.values()) if each]
     for line in lines.values():
-        end = line.ends[-1].buffers
+        end = buffers(line.ends[-1])
         if end and not any(_has(each, end) for each in looked):
             looked.append(end)
     judged = passes_of(fresh)

@@ -197,7 +197,7 @@ class Started:
 
 def end_of(start: Start) -> End:
     """Return what can be judged of a start: its phi, ``d``, if it has nothing else."""
-    return start if start.settings or start.replaced else start.phi
+    return start if start.settings or start.tensors else start.phi
 
 
 @dataclass(frozen=True)

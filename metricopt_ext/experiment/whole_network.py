@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ def whole_network_start(task: FinetuneTask, loss: Loss, parts: LabelParts, *, lr
     def changed(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {n: each.detach() for n, each in named if n in own and not same_bits(each.detach(), own[n])}
 
-    return Start(task.origin(), changed(base.named_buffers()), changed(base.named_parameters()))
+    return Start(task.origin(), changed(chain(base.named_buffers(), base.named_parameters())))
 
 
 def _finetuned(model: nn.Module, loss: Loss, batches: Batches, lr: float, steps: int, seed: int) -> Iterator[int]:

@@ -176,11 +176,12 @@ def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> Kin
         moved = point.phi - started.phi
         alone = len(moved[adapter.offsets]) == len(moved)
         return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
-    if point.parameters or beyond_offsets(point.phi) or (point.buffers and point.phi.any()):
+    weights = any(name in point.tensors for name, _ in adapter.model.named_parameters())
+    if weights or beyond_offsets(point.phi) or (point.tensors and point.phi.any()):
         return "phi"
     if point.settings:
         return "settings"
-    return "batchnorm" if point.buffers else "offsets" if point.phi.any() else "trained"
+    return "batchnorm" if point.tensors else "offsets" if point.phi.any() else "trained"
 
 
 def assessed(

@@ -42,7 +42,7 @@ def statistics_line(task: FinetuneTask, end: Start) -> StartLine | None:
         end: Has those at 1.
     """
     own = {name: value.detach().clone() for name, value in task.adapter.base_state_dict().items()}
-    theirs = {name: value for name, value in end.buffers.items() if value.is_floating_point()}
+    theirs = {name: value for name, value in end.tensors.items() if value.is_floating_point()}
     if not theirs:
         return None
     origin = task.origin()

@@ -269,7 +269,7 @@ class Result(Generic[Own]):
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen == "settings":
             start = self.start_of(self.chosen)
-            replaced = len(start.buffers) + len(start.parameters)
+            replaced = len(start.tensors)
             changed = [*(["phi"] if start.phi.any() else []), *([counted(replaced, "tensor")] if replaced else [])]
             return f"{kept(self.chosen)}, with {' and '.join(changed)} of a start" if changed else kept(self.chosen)
         if self.chosen != "part" or self.kept_share is None:

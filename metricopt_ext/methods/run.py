@@ -41,7 +41,7 @@ class Held:
     def at(self, start: Start) -> None:
         """Have the model be a start."""
         there = self._there
-        if there is not None and there.buffers is start.buffers and there.parameters is start.parameters:
+        if there is not None and there.tensors is start.tensors:
             self._adapter.set_phi(start.phi)
         else:
             self._adapter.apply(start)

@@ -202,13 +202,14 @@ class _Soup:
         if self.inputs is None:
             return start
         bare = Adapter(copy.deepcopy(self.task.adapter.model)).remove()
-        bare.load_state_dict(start.replaced, strict=False)
+        bare.load_state_dict(start.tensors, strict=False)
         model = reestimate_batchnorm(bare, self.inputs)
         if model is None:
             return start
         base = self.ingredients.base
         buffers = {n: each for n, each in model.named_buffers() if n in base and not same_bits(each, base[n])}
-        return Start(start.phi, buffers, start.parameters)
+        weights = {name: start.tensors[name] for name, _ in model.named_parameters() if name in start.tensors}
+        return Start(start.phi, {**buffers, **weights})
 
 
 class Mean:

@@ -68,17 +68,15 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
         _check_numbers(start, task.adapter)
     except AdapterError as error:
         raise AdapterError(f"start {name!r}: {error}") from error
-    buffers, parameters = (
-        {key: value.detach().clone() for key, value in each.items()} for each in (start.buffers, start.parameters)
-    )
+    tensors = {key: value.detach().clone() for key, value in start.tensors.items()}
     task.values_of(start.settings)  # refuses what it can't be
-    return Start(start.phi.detach().to(task.origin(), copy=True), buffers, parameters, dict(start.settings))
+    return Start(start.phi.detach().to(task.origin(), copy=True), tensors, dict(start.settings))
 
 
 def _check_numbers(start: Start, adapter: Adapter) -> None:
     """Refuse numbers by which the model computes none: a loss that is not finite would be blamed for them."""
     base = adapter.base_state_dict()
-    for name, value in start.replaced.items():
+    for name, value in start.tensors.items():
         if not value.is_floating_point():
             continue
         if bool((base[name].to(value.device).isfinite() & ~value.isfinite()).any()):
@@ -169,33 +167,29 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
 
     Raises:
         AdapterError: One is no start, or they have different settings; they replace different tensors, and ``base``
-            lacks one; or a tensor has two shapes, or is a buffer of one and a parameter of the other.
+            lacks one; or a tensor has two shapes.
     """
     if strange := [each for each in (a, b) if not isinstance(each, Start)]:
         raise AdapterError(f"a line is between two starts, got {brief(strange[0])}; leave it out where one is None")
     if dict(a.settings) != dict(b.settings):
         raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
-    if both := sorted((a.buffers.keys() & b.parameters.keys()) | (a.parameters.keys() & b.buffers.keys())):
-        raise AdapterError(f"{both[0]!r} is a buffer in one start and a parameter in the other; give it alike in both")
     own = dict(base or {})
-    for name in sorted(a.replaced.keys() ^ b.replaced.keys()):
+    for name in sorted(a.tensors.keys() ^ b.tensors.keys()):
         if name not in own:
             raise AdapterError(
                 f"only one of the starts replaces {name!r}; say what the other has, by"
                 " line_between(a, b, task.adapter.base_state_dict())"
             )
-    buffers, parameters = (
-        {name: (_copied(first, own, name), _copied(second, own, name)) for name in {**first, **second}}
-        for first, second in ((a.buffers, b.buffers), (a.parameters, b.parameters))
-    )
+    tensors = {
+        name: (_copied(a.tensors, own, name), _copied(b.tensors, own, name)) for name in {**a.tensors, **b.tensors}
+    }
     phi = a.phi.detach().clone(), b.phi.detach().clone()  # copies, as the model's own may be among all these
-    for name, (mine, theirs) in {"phi": phi, **buffers, **parameters}.items():
+    for name, (mine, theirs) in {"phi": phi, **tensors}.items():
         if mine.shape != theirs.shape:
             raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
 
     def at(t: float) -> Start:
-        first, second = ({name: mixed(*pair, t) for name, pair in each.items()} for each in (buffers, parameters))
-        return Start(mixed(*phi, t), first, second, dict(a.settings))
+        return Start(mixed(*phi, t), {name: mixed(*pair, t) for name, pair in tensors.items()}, dict(a.settings))
 
     return StartLine(at, 0.0, 1.0)
 

@@ -306,4 +306,4 @@ class Log:
 
 def digest_of(start: Start) -> str:
     """Return the digest of what a start puts in place of the model's own tensors; empty if that is nothing."""
-    return fingerprint(start.replaced) if start.replaced else ""
+    return fingerprint(dict(start.tensors)) if start.tensors else ""

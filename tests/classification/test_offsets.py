@@ -184,7 +184,7 @@ def test_the_direction_of_a_line_is_that_of_the_offsets(
     for t in (-2.5, 0.5, 1.0):
         found = line.at(t)
         assert found.phi.tolist() == pytest.approx([0, 0, 0, *(t * each / 4 for each in expected)], rel=1e-12)
-        assert not found.replaced
+        assert not found.tensors
 
 
 def test_the_strength_of_an_adjustment_is_tuned() -> None:

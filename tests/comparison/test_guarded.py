@@ -44,7 +44,7 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
 
     def change(before: str, after: str) -> Change:
         """What is tested is phi's first coordinate; the error is 1, and 10 more between two models."""
-        buffers = [result.start_of(name).buffers.keys() for name in (before, after)]
+        buffers = [result.start_of(name).tensors.keys() for name in (before, after)]
         return Change(HEIGHTS[after] - HEIGHTS[before], 1.0 + 10 * (buffers[0] != buffers[1]))
 
     record = record_of(result, maximize=False, change=change)

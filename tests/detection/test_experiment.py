@@ -77,9 +77,9 @@ def test_a_soup_is_a_start_where_it_is_asked_for(tmp_path: Path) -> None:
     files = sorted((tmp_path / "soup").glob("finetune-?.safetensors"))
     states = [load_file(file) for file in files]
     assert len(states) == 6
-    for name, value in start.parameters.items():
+    for name, value in start.tensors.items():
         assert torch.equal(value, torch.stack([state[name].double() for state in states]).mean(0).float()), name
-    assert len(start.parameters) > 10
+    assert len(start.tensors) > 10
     now = experiment.task.adapter.base_state_dict()
     assert all(torch.equal(value, now[name]) for name, value in base.items())
     assert experiment.training().steps == 10

@@ -85,6 +85,6 @@ def test_an_end_of_a_start_with_other_tensors_is_a_start(quadratic: Callable[...
     end = started.standing(task.goal)
     assert isinstance(end, Start)
     assert torch.equal(end.phi, task.goal)
-    assert torch.equal(end.buffers["seen"], torch.ones(1))
+    assert torch.equal(end.tensors["seen"], torch.ones(1))
     assert Started.at(task.origin()).standing(task.goal) is task.goal
     assert Started.at(task.origin()).standing(end) is end

@@ -35,8 +35,8 @@ def test_the_best_rate_and_number_of_steps_are_done_again_on_all_labels(goal: fl
     own, given = task(), parts(goal)
     before = {name: each.clone() for name, each in own.adapter.model.state_dict().items()}
     start = whole_network_start(own, loss, given, lr=0.01, seed=3)
-    assert start.parameters.keys() == {"weight"}
-    torch.testing.assert_close(start.parameters["weight"], torch.tensor([[-rate * steps]]).double(), rtol=1e-6, atol=0)
+    assert start.tensors.keys() == {"weight"}
+    torch.testing.assert_close(start.tensors["weight"], torch.tensor([[-rate * steps]]).double(), rtol=1e-6, atol=0)
     assert own.losses.count == 2 * 60 + steps  # type: ignore[attr-defined]
     assert own.metric.ledger.spent == 0
     assert given.judge.ledger.spent == 1 + 2 * 12
@@ -45,7 +45,7 @@ def test_the_best_rate_and_number_of_steps_are_done_again_on_all_labels(goal: fl
 
 
 def test_the_model_stays_where_no_step_is_better() -> None:
-    assert not whole_network_start(task(), loss, parts(-0.01), lr=0.01, seed=3).replaced
+    assert not whole_network_start(task(), loss, parts(-0.01), lr=0.01, seed=3).tensors
 
 
 def test_what_can_t_be_trained_is_refused() -> None:

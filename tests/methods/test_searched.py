@@ -95,8 +95,8 @@ def test_batchnorm_statistics_stay_only_if_they_gain(gain: bool, tmp_path: Path)
     result = guided(task, starts={"batchnorm": host.start}, output_dir=tmp_path)
     changed = {name for name, value in host.model.named_buffers() if not torch.equal(value, before[name])}
     assert result.started_at == ("batchnorm" if gain else "start")
-    assert changed == (set(host.start.buffers) if gain else set())
-    assert result.start_of(result.chosen).buffers.keys() == changed
+    assert changed == (set(host.start.tensors) if gain else set())
+    assert result.start_of(result.chosen).tensors.keys() == changed
     assert result.after == task.evaluate(task.adapter.phi.detach(), "check").value
     assert result.queries == {"starts": 2, "search": 28}
     assert len(result.points) == 28  # without the start of the other buffers, and the end
@@ -127,7 +127,7 @@ def test_what_a_start_replaced_is_loaded_removed_and_resumed_with(kind: str, tmp
     started = host.start
     if kind == "parameters":  # the same effect on the metric, by the layer before
         mean = host.model[0](host.x).mean(0).detach()
-        started = Start(started.phi, {}, {"0.bias": bare["0.bias"] - mean})
+        started = Start(started.phi, {"0.bias": bare["0.bias"] - mean})
     first = guided(task, starts={"other": started}, output_dir=tmp_path)
     assert first.started_at == "other"
     assert first.chosen != "start"

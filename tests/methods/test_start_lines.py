@@ -90,8 +90,7 @@ def test_between_two_starts_all_is_mixed_in_its_own_type() -> None:
     a, b = (
         Start(
             drawn(torch.float32),
-            {"mean": drawn(torch.float64), "steps": torch.tensor(number)},
-            {"weight": drawn(torch.bfloat16)},
+            {"mean": drawn(torch.float64), "steps": torch.tensor(number), "weight": drawn(torch.bfloat16)},
             {"flip": True},
         )
         for number in (3, 900)
@@ -101,14 +100,14 @@ def test_between_two_starts_all_is_mixed_in_its_own_type() -> None:
     for t, end in ((0.0, a), (1.0, b)):
         assert torch.equal(line.at(t).phi, end.phi)
         for name in ("mean", "weight"):
-            assert torch.equal(line.at(t).replaced[name], end.replaced[name])
+            assert torch.equal(line.at(t).tensors[name], end.tensors[name])
     found = line.at(0.3)
-    for name, value in found.replaced.items():
-        assert value.dtype == a.replaced[name].dtype
-        expected = 0.7 * a.replaced[name].double() + 0.3 * b.replaced[name].double()
+    for name, value in found.tensors.items():
+        assert value.dtype == a.tensors[name].dtype
+        expected = 0.7 * a.tensors[name].double() + 0.3 * b.tensors[name].double()
         if name != "steps":
             torch.testing.assert_close(value, expected.to(value.dtype), rtol=0, atol=0)
-    assert {int(line.at(t).buffers["steps"]) for t in (0.0, 0.3, 1.0)} == {3}  # integers are the first's
+    assert {int(line.at(t).tensors["steps"]) for t in (0.0, 0.3, 1.0)} == {3}  # integers are the first's
     assert dict(found.settings) == {"flip": True}
     line.check()
     kept = line.at(0.0).phi
@@ -120,12 +119,12 @@ def test_what_one_start_leaves_is_the_models_own() -> None:
     a, b = Start(torch.zeros(2)), Start(torch.ones(2), {"mean": torch.full((3,), 4.0)})
     assert_refused(lambda: line_between(a, b), AdapterError, "only", "task.adapter.base_state_dict()")
     line = line_between(a, b, {"mean": torch.full((3,), 2.0), "var": torch.ones(3)})
-    assert line.at(0.5).buffers["mean"].tolist() == [3.0] * 3
-    assert line.at(0.5).buffers.keys() == {"mean"}
+    assert line.at(0.5).tensors["mean"].tolist() == [3.0] * 3
+    assert line.at(0.5).tensors.keys() == {"mean"}
     assert_refused(
         lambda: line_between(b, Start(torch.ones(2), {"mean": torch.ones(2)})), AdapterError, "mean", "(3,)", "(2,)"
     )
-    assert_refused(lambda: line_between(a, Start(torch.ones(2), {}, {}, {"flip": True})), AdapterError)
+    assert_refused(lambda: line_between(a, Start(torch.ones(2), {}, {"flip": True})), AdapterError)
     assert_refused(lambda: line_between(a, None), AdapterError, "None")
 
 

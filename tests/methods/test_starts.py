@@ -63,7 +63,7 @@ def test_phi_0_comes_first_and_all_are_copies() -> None:
     mean.zero_()
     assert [start.phi.tolist() for start in found.values()] == [[0.0] * 4, [0.5] * 4, [1.0] * 4]
     assert not any(start.phi.requires_grad or start.phi.dtype != torch.float32 for start in found.values())
-    assert found["bn"].buffers["1.running_mean"].tolist() == [1.0] * 5
+    assert found["bn"].tensors["1.running_mean"].tolist() == [1.0] * 5
 
 
 MEAN = "1.running_mean"
@@ -106,7 +106,7 @@ def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
     start = batchnorm_start(task, x.split(20))
     assert start is not None
     assert torch.equal(start.phi, task.origin())
-    assert set(start.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(start.tensors) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
     expected = reestimate_batchnorm(task.adapter.model, x.split(20))
     assert expected is not None
@@ -209,18 +209,18 @@ def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
     for t in (0.0, 0.25, 0.75, 1.0):
         start = line.at(t)
         task.adapter.check(start)
-        assert start.buffers.keys() == {"1.running_mean", "1.running_var"}
+        assert start.tensors.keys() == {"1.running_mean", "1.running_var"}
         assert not start.phi.any()
-        for name, found in start.buffers.items():
-            expected = (1 - t) * own[name] + t * end.buffers[name]
+        for name, found in start.tensors.items():
+            expected = (1 - t) * own[name] + t * end.tensors[name]
             torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-            assert bool((found >= torch.minimum(own[name], end.buffers[name])).all())
+            assert bool((found >= torch.minimum(own[name], end.tensors[name])).all())
         assert line.at(t).digest == start.digest
     places = PlacesOnLine(line, own)
     assert places.of(Start(task.origin())) == 0
     assert places.of(end) == 1
     assert places.of(line.at(0.3)) == pytest.approx(0.3, abs=1e-6)
-    assert places.of(Start(task.origin() + 1e-3, end.buffers)) is None
+    assert places.of(Start(task.origin() + 1e-3, end.tensors)) is None
 
 
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -297,7 +297,7 @@ def test_the_start_adds_the_logarithm_of_the_ratio(outputs: int) -> None:
         torch.testing.assert_close(moved, (ratio[1] - ratio[0]).expand(200))
     else:
         torch.testing.assert_close(moved, (ratio - ratio.mean()).expand(200, 3))
-    assert not start.replaced
+    assert not start.tensors
 
 
 def test_a_class_that_is_not_there_keeps_half_an_example() -> None:

@@ -215,7 +215,7 @@ def test_what_of_the_model_changed_is_said_where_settings_are_kept(
         apart = 5 * float((model.metricopt.phi.detach() - phi).square().sum())
         return apart + toy.worth(toy.now) + (not torch.equal(model.weight.detach(), weight))
 
-    result = run(toy.judged(distance), 20, starts={"there": Start(phi, {}, {"weight": weight})})
+    result = run(toy.judged(distance), 20, starts={"there": Start(phi, {"weight": weight})})
     assert result.chosen == SETTINGS
     kept = result.what_was_kept()
     assert re.search(having(*said), kept)

@@ -334,7 +334,7 @@ def test_it_is_the_setting_at_one() -> None:
     before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
     plain, whitening = task.adapter.model(x), Whitening.of(task.adapter.model(others))
     start = whitening_start(task, iter(others.split(20)))
-    assert start.parameters.keys() == {"3.weight", "3.bias"}
+    assert start.tensors.keys() == {"3.weight", "3.bias"}
     assert not start.phi.any()
     with task.adapter.applied(start) as model:
         found = model(x)

@@ -195,7 +195,7 @@ def test_phi_and_starts_are_told_apart() -> None:
             with adapter.using(phi):
                 found.append(metric.evaluate(model, "test"))
         assert settings.passes == 2
-        adapter.apply(mo.Start(phis[0], buffers={"layers.1.running_var": torch.full((8,), 3.0)}))
+        adapter.apply(mo.Start(phis[0], tensors={"layers.1.running_var": torch.full((8,), 3.0)}))
         metric.evaluate(model, "test")
     assert settings.passes == 3
     assert found[:2] == found[2:]

@@ -347,9 +347,9 @@ class AdapterTester:
         adapter, inputs = self.tuned(name, seed)
         held, base = self.output(adapter.model, inputs), copied(adapter.base_state_dict())
         start, (bare, _) = some_start(adapter, seed), self.models[name]()
-        bare.load_state_dict(start.replaced, strict=False)
+        bare.load_state_dict(start.tensors, strict=False)
         expected = self.output(bare.eval(), inputs)
-        at_zero = mo.Start(0 * start.phi, start.buffers, start.parameters)
+        at_zero = mo.Start(0 * start.phi, start.tensors)
         with adapter.applied(at_zero) as model:
             assert torch.equal(self.output(model, inputs), expected)
         assert torch.equal(self.output(adapter.model, inputs), held)
@@ -359,7 +359,7 @@ class AdapterTester:
         assert all(torch.equal(each, base[key]) for key, each in adapter.base_state_dict().items())
         adapter.apply(start)
         assert torch.equal(adapter.phi, start.phi)
-        wrong = mo.Start(start.phi, {}, {**start.parameters, "no.such": torch.ones(2)})
+        wrong = mo.Start(start.phi, {**start.tensors, "no.such": torch.ones(2)})
         assert_refused(lambda: adapter.apply(wrong), mo.errors.AdapterError, "no.such")
         assert torch.equal(adapter.phi, start.phi)
 
@@ -372,14 +372,12 @@ def drawn(like: Tensor, seed: int) -> Tensor:
 
 def some_start(adapter: mo.Adapter, seed: int) -> mo.Start:
     """A phi, and other values of the second half of a model's parameters and buffers."""
-    names, replaced = adapter.base_state_dict(), dict[str, dict[str, Tensor]]()
-    for kind, own in (("buffers", adapter.model.named_buffers()), ("parameters", adapter.model.named_parameters())):
+    names, replaced = adapter.base_state_dict(), dict[str, Tensor]()
+    for own in (adapter.model.named_buffers(), adapter.model.named_parameters()):
         known = [(key, each) for key, each in own if key in names and each.is_floating_point()]
         some = known[len(known) // 2 :]
-        replaced[kind] = {
-            key: drawn(each, seed).abs().add(0.5) if "var" in key else drawn(each, seed) for key, each in some
-        }
-    return mo.Start(drawn(adapter.phi, seed).mul(0.3), **replaced)
+        replaced |= {key: drawn(each, seed).abs().add(0.5) if "var" in key else drawn(each, seed) for key, each in some}
+    return mo.Start(drawn(adapter.phi, seed).mul(0.3), replaced)
 
 
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:

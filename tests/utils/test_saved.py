@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
 def film() -> mo.Adapter:
     adapter = mo.attach_film(network(), dim=4)
-    adapter.apply(mo.Start(rand32(4), {"1.running_mean": rand32(6)}, {"2.bias": rand32(3)}))
+    adapter.apply(mo.Start(rand32(4), {"1.running_mean": rand32(6), "2.bias": rand32(3)}))
     return adapter
 
 

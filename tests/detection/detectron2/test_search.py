@@ -264,7 +264,7 @@ def test_a_training_keeps_its_last_checkpoints_and_a_search_begins_from_their_av
     assert list(run.starts) == ["start", "uniform_soup"]
     states = [torch.load(folder / name, weights_only=True)["model"] for name in kept]
     soup = next(start for name, start in run.candidates.items() if name == "uniform_soup")
-    for name, value in soup.parameters.items():
+    for name, value in soup.tensors.items():
         assert torch.equal(value, torch.stack([each[name].double() for each in states]).mean(0).float()), name
-    assert "backbone.fpn_lateral2.weight" in soup.parameters
+    assert "backbone.fpn_lateral2.weight" in soup.tensors
     assert search(cfg, resume=True).after == run.after
