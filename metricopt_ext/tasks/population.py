@@ -14,7 +14,7 @@ from metricopt_ext.utils.seeding import generator
 
 MANY = 16  # phi in one forward pass, where several can be computed so
 NEAR = 0.05  # size of a coordinate of the second of two phi that are tried
-AGREE = 0.03  # relative difference that rounding may make, also in half precision and by a GPU's TF32
+AGREE, AGREE_ROUGHLY = 1e-3, 0.03  # relative differences that rounding may make; the second in half precision or TF32
 
 LOGGER = logging.getLogger(__name__)
 
@@ -44,9 +44,11 @@ def why_one_by_one(model: nn.Module, origin: Tensor, compute: Compute) -> str:
         except Exception as error:  # of any kind: the model's own code meets what it was not written for
             LOGGER.debug("torch.func.vmap, of two phi: %s: %s", type(error).__name__, error)
             return "torch.func.vmap can't compute this model, loss and batches for two phi at once"
+    rough = origin.is_cuda or any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
+    most = AGREE_ROUGHLY if rough else AGREE
     for loss, gradient, (own_loss, own_gradient) in zip(losses, gradients, alone, strict=True):
         off, turned = (loss - own_loss[0]).abs(), (gradient - own_gradient[0]).norm()
-        if not (off <= AGREE * own_loss[0].abs().clamp(min=1) and turned <= AGREE * own_gradient[0].norm()):
+        if not (off <= most * own_loss[0].abs().clamp(min=1) and turned <= most * own_gradient[0].norm()):
             LOGGER.debug("of two phi at once, losses differ by %.3g and gradients by %.3g", off, turned)
             return "two phi at once have other losses or gradients than one by one"
     return ""
