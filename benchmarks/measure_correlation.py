@@ -46,11 +46,11 @@ from metricopt_ext.plain import in_markdown, plain
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.block_batches import BlockBatches
 from metricopt_ext.siblings.reloss.ranked_batches import true_class_log_probability
 from metricopt_ext.siblings.reloss.relational_loss import RelationalLoss
 from metricopt_ext.siblings.reloss.reloss import ReLoss
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.tasks.batches import BlockBatches
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.files import write_atomically, write_json

@@ -51,8 +51,9 @@ from metricopt_ext.experiment.whole_network import LabelParts, held_third
 from metricopt_ext.methods.prior_starts import cost_offsets, em_prior_start, moved_by
 from metricopt_ext.methods.short_finetunes import Training
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.siblings.block_batches import BlockBatches
 from metricopt_ext.siblings.training import TrainingTask
-from metricopt_ext.tasks.batches import Batches, BlockBatches, TensorBatches
+from metricopt_ext.tasks.batches import Batches, TensorBatches
 from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import DataError
-from metricopt_ext.tasks.batches import BlockBatches, ClassBatches, DatasetBatches, IndexSampler, TensorBatches
+from metricopt_ext.siblings.block_batches import BlockBatches
+from metricopt_ext.tasks.batches import ClassBatches, DatasetBatches, IndexSampler, TensorBatches
 
 
 class Augmented:
