@@ -1,6 +1,5 @@
 """Mini-batches addressed by (seed, task, step): any step of any run can be replayed alone."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,38 +57,13 @@ def _groups(labels: Any, size: int) -> list[Tensor]:
     if found.dim() == 1:
         return list(found.argsort(stable=True).split(found.unique(return_counts=True)[1].tolist()))
     if len(other := found[(found != 0) & (found != 1)]):
-        remedy = "give them as n, labels.squeeze(1)" if found.shape[1] == 1 else "give numbers of classes as n"
+        remedy = "give numbers of classes as n, those of n x 1 by labels.squeeze(1)"
         raise DataError(f"labels of shape {tuple(found.shape)} are of 0 and 1, got {other[0].item():g}; {remedy}")
     having = [*(found.T == 1), ~(found == 1).any(1)]
     return [each.nonzero().squeeze(1) for each in having if each.any()]
 
 
-class _FromMemory(ABC):
-    """Batches from tensors of the same examples, inputs and targets first.
-
-    Args:
-        tensors: Each ``n x ...``.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        for each in tensors:
-            if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
-                raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
-            if len(each) != len(tensors[0]):
-                raise DataError(f"{counted(len(tensors[0]), 'input')} for {counted(len(each), 'target')}")
-        self.tensors = tensors
-
-    @abstractmethod
-    def index(self, seed: int, task: int, step: int) -> Tensor:
-        """Return the indices of a batch, ``batch_size``."""
-
-    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, ...]:
-        """Return inputs ``batch_size x ...``, targets ``batch_size x ...``, and what else there is of them."""
-        index = self.index(seed, task, step).to(self.tensors[0].device)
-        return tuple(each[index] for each in self.tensors)
-
-
-class TensorBatches(_FromMemory):
+class TensorBatches:
     """Batches ``(x, y)`` from tensors in memory.
 
     Args:
@@ -103,15 +77,25 @@ class TensorBatches(_FromMemory):
     def __init__(
         self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
     ) -> None:
-        super().__init__(x, y, *more)
+        self.tensors = (x, y, *more)
+        for each in self.tensors:
+            if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
+                raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
+            if len(each) != len(x):
+                raise DataError(f"{counted(len(x), 'input')} for {counted(len(each), 'target')}")
         self._sample = IndexSampler(len(x), batch_size, y if balanced else None)
 
     def index(self, seed: int, task: int, step: int) -> Tensor:
         """Return the indices of a batch, ``batch_size``."""
         return self._sample(seed, task, step)
 
+    def __call__(self, seed: int, task: int, step: int) -> tuple[Tensor, ...]:
+        """Return inputs ``batch_size x ...``, targets ``batch_size x ...``, and what else there is of them."""
+        index = self.index(seed, task, step).to(self.tensors[0].device)
+        return tuple(each[index] for each in self.tensors)
 
-class ClassBatches(_FromMemory):
+
+class ClassBatches(TensorBatches):
     """Batches ``(x, y)`` of m classes with k examples each, class by class, from tensors in memory.
 
     Classes are drawn without replacement, and so are the examples of a class that has k. A class with a single example
@@ -125,8 +109,8 @@ class ClassBatches(_FromMemory):
     """
 
     def __init__(self, x: Tensor, y: Tensor, classes: int, samples: int) -> None:
-        super().__init__(x, y)
         check_integer(2, classes=classes, samples=samples)
+        super().__init__(x, y, classes * samples)
         self.classes, self.samples = classes, samples
         self._groups = [group for group in _groups(y, len(x)) if len(group) > 1]
         if len(self._groups) < classes:
