@@ -195,7 +195,7 @@ class SettingsRun(ProgramRun):
         log = Log(self.folder / EVALUATIONS, self._scale)
         callback.stage("settings")
         callback.on_file(log.asked)
-        asking = Asking(self._asked(queries // repeats - 1), log, repeats, self.settings.check)
+        asking = Asking(self._asked(queries // repeats - 1), log, repeats, self.settings.complete)
         (first,) = asking.next_batch()
         if log.told(first.id) is None:
             self._tell(asking, first, defaults or self.score_defaults(), callback)

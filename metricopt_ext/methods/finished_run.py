@@ -80,7 +80,7 @@ def _values_of(finished: Path, settings: Settings) -> dict[str, Value]:
     if not file.exists():
         raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
     changed = changed_inference(file)
-    settings.check({name: value for name, (_, value) in changed.items()})
+    settings.complete({name: value for name, (_, value) in changed.items()})
     for name, (default, _) in changed.items():
         if default != (own := settings[name].default):
             raise ValueError(

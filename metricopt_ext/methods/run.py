@@ -238,7 +238,7 @@ class SearchRun:
     def asking(self, kept: Log) -> Asking[None]:
         """Return what drives the run, with the evaluations on file."""
         settings = self.task.settings
-        check = (lambda values: None) if settings is None else settings.check
+        check = (lambda values: None) if settings is None else settings.complete
         return Asking(self.batches(), kept, self.task.metric.repeats, check)
 
     def outcome(self, asking: Asking[None]) -> Result:

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 # Refuses settings of inference by a ValueError.
-Check = Callable[[Values], None]
+Check = Callable[[Values], object]
 
 # Yields a batch and is sent its answers; an empty batch says that there is nothing to ask unless more may be spent.
 Run = Generator[Batch, Answers, End]

@@ -273,9 +273,9 @@ class SettingsStage:
 
     def _presets(self) -> list[Start]:
         """Return the presets on the best so far that may be asked, each once."""
-        best = self.best.start
+        best, presets = self.best.start, self.settings.presets.values()
         return self._new(
-            [replace(best, settings=self.settings.preset(name, best.settings)) for name in self.settings.presets]
+            [replace(best, settings=self.settings.complete({**best.settings, **values})) for values in presets]
         )
 
     def _asked(self, starts: list[Start]) -> Asked:

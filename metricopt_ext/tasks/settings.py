@@ -230,8 +230,8 @@ class Settings:
         self.queries: int = queries
         self.presets: dict[str, Values] = dict(presets)
         self.free: dict[str, Value] = {name: value for name, value in self.complete(free).items() if name in free}
-        for name in presets:
-            self.preset(name, {})
+        for values in presets.values():
+            self.complete(values)
         if not self.affords(free):
             raise ValueError(f"free is {free}, at {self.factor(free):g} times the inference; make it a preset")
 
@@ -285,14 +285,6 @@ class Settings:
         """
         given = {name: self[name].own(value) for name, value in values.items()}
         return {name: given.get(name, each.default) for name, each in self._settings.items()}
-
-    def check(self, values: Values) -> None:
-        """Refuse values as `complete` does."""
-        self.complete(values)
-
-    def preset(self, name: str, values: Values) -> dict[str, Value]:
-        """Return the values of a preset, put on others that were best so far."""
-        return self.complete({**values, **self.presets[name]})
 
     def factor(self, values: Values) -> float:
         """Return the factor on inference time of values beside the defaults', the product of the settings' own."""

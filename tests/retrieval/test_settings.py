@@ -101,7 +101,8 @@ def test_augmentation_makes_every_query_new() -> None:
         found = metric.evaluate(model, "test")
     told = recalls_left_out(x, y, KS, class_draws(y, 0), 4, "l2")
     assert found == Evaluation(told, pairs=told.halves, sign=metric.sign)  # type: ignore[arg-type]
-    assert settings.preset("augmentation_8", {"whitening": 1.0}) == {"whitening": 1.0, "augmentation": 8}
+    values = settings.complete({"whitening": 1.0, **settings.presets["augmentation_8"]})
+    assert values == {"whitening": 1.0, "augmentation": 8}
 
 
 def test_of_a_gallery_alone() -> None:

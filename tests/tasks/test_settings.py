@@ -113,14 +113,6 @@ def test_values_that_can_not_be_are_refused(values: dict[str, Any], names: tuple
     assert_refused(lambda: Settings([SIZE, FLIP, THRESHOLD], noting([]), presets={"mine": values}), ValueError, *names)
 
 
-def test_presets_are_put_on_the_best_so_far() -> None:
-    presets = {"flip": {"flip": True}, "smaller": {"size": 320}}
-    settings = Settings([SIZE, FLIP], noting([]), presets=presets)
-    assert list(settings.presets) == ["flip", "smaller"]
-    assert settings.preset("flip", {"size": 480}) == {"size": 480, "flip": True}
-    assert settings.preset("smaller", {"size": 480, "flip": True}) == {"size": 320, "flip": True}
-
-
 # --- Some of them, within limits -----------------------------------------------------------------------------------
 
 
