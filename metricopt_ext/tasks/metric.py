@@ -23,7 +23,7 @@ from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
 from metricopt_ext.tasks.halved import Halved, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
-from metricopt_ext.tasks.settings import Values, needs, takes
+from metricopt_ext.tasks.settings import Values, parameter_of
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
@@ -288,11 +288,12 @@ class Metric(CostScale):
     def _returned(self, function: Callable[..., Any], model: nn.Module, settings: Values | None, who: str) -> Any:
         """Call a function on the model, which is left as it was."""
         arguments, more = [model] if _takes_model(function) else [], {}
-        if settings is None and needs(function, "settings"):
+        taken = parameter_of(function, "settings")
+        if settings is None and taken and taken.default is taken.empty:
             raise MetricError(
                 f"metric {who} takes settings, but there are none; give FinetuneTask(..., settings=mo.Settings(...))"
             )
-        if settings is not None and takes(function, "settings"):
+        if settings is not None and taken:
             more = {"settings": dict(settings)}
         modules, weights = KeptModules(model), Watched(model)
         with evaluating(model), torch.no_grad():

@@ -311,7 +311,7 @@ class Settings:
             TypeError: ``apply`` returns no context manager.
         """
         complete = self.complete(values)
-        more = {"model": model} if model is not None and takes(self._apply, "model") else {}
+        more = {"model": model} if model is not None and parameter_of(self._apply, "model") else {}
         acting = self._apply(dict(complete), **more)
         if not isinstance(acting, AbstractContextManager):
             raise TypeError(f"apply returned {brief(acting)}; have it yield once, below @contextlib.contextmanager")
@@ -356,20 +356,11 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise ValueError("these settings were set on their model for good, which has others by default now; make new ones")
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of a name."""
-    return name in _parameters(function)
-
-
-def needs(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of a name, without a default."""
-    return takes(function, name) and _parameters(function)[name].default is inspect.Parameter.empty
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameter_of(function: Callable[..., Any], name: str) -> inspect.Parameter | None:
+    """Return a function's parameter of a name; None if it has none."""
     with suppress(TypeError, ValueError):  # a builtin without a signature
-        return inspect.signature(function).parameters
-    return {}
+        return inspect.signature(function).parameters.get(name)
+    return None
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
