@@ -70,10 +70,5 @@ def pairs_of(halves: Any) -> Pairs:
         raise TypeError(f"halves in a {type(halves).__name__}")
     parts = list(halves)
     several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
-    if any(several) and not all(several):
-        raise ValueError("numbers among pairs of halves")
-    pairs = [list(part) for part in parts] if any(several) else [parts]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(f"{len(pair)} halves")
+    pairs = parts if parts and all(several) else [parts]
     return tuple((number_of(first), number_of(second)) for first, second in pairs)
