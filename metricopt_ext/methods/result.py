@@ -16,9 +16,9 @@ from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.learned import UpdateRule
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import split_half_correlation
+from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
@@ -339,11 +339,12 @@ def of_learner(
         origin: phi = 0, ``d``, from where it begins.
         store: The trajectories.
     """
+    starts = [each.evaluations[0] for each in store if each.observed[0] == 0 and each.halves is not None]
     return {
         "starts": {"start": candidates["start"].value},
         "started_at": "start",
         "candidates": {"start": Start(origin)},
-        "split_half": split_half_correlation(store),
+        "split_half": correlation_of_halves(stacked_halves(starts)),
         "points": torch.cat([trajectory.observed_phi for trajectory in store]),
         "costs": tuple(cost for trajectory in store for cost in trajectory.cost.tolist()),
     }

@@ -78,23 +78,11 @@ def _still(costs: Tensor, whole: Tensor) -> bool:
     return float(costs.max() - costs.min()) <= RESOLUTION * float(whole.max() - whole.min())
 
 
-def split_half_correlation(trajectories: Sequence[Trajectory]) -> float:
-    """Return the Spearman correlation of the metric on the two halves over random phi, the trajectories' starts.
-
-    Near 0 the metric says nothing about other data of its kind, and no method can help.
-
-    Returns:
-        The correlation in [-1, 1]; NaN if the metric does not report halves or never varies, or if they always
-            move alike.
-    """
-    starts = [t.halves[0] for t in trajectories if t.halves is not None and t.observed[0] == 0]
-    return correlation_of_halves(torch.stack(starts) if starts else None)
-
-
 def correlation_of_halves(halves: Tensor | None) -> float:
-    """Return the Spearman correlation of costs on two halves, ``n x 2``.
+    """Return the Spearman correlation of costs on two halves, ``n x 2``, in [-1, 1].
 
-    NaN for fewer than 3, if one never varies, or if they always move alike.
+    Near 0 over random phi the metric says nothing about other data of its kind, and no method can help. NaN for fewer
+    than 3, if one never varies, or if they always move alike.
     """
     if halves is None or len(halves) < TELLING:
         return math.nan

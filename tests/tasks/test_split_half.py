@@ -8,7 +8,9 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from metricopt_ext.methods.result import of_learner
 from metricopt_ext.tasks.evaluation import Evaluation, Pairs
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
     correlation_of_halves,
@@ -17,7 +19,6 @@ from metricopt_ext.tasks.split_half import (
     optimism_of_gain,
     repeats_agree,
     seen_on_half,
-    split_half_correlation,
 )
 from metricopt_ext.tasks.trajectories import Trajectory
 
@@ -32,7 +33,9 @@ def test_correlation_is_that_of_the_starts() -> None:
     rng = np.random.default_rng(0)
     halves = rng.normal(size=(30, 1)) + 0.5 * rng.normal(size=(30, 2))
     trajectories = [trajectory(i % 3, [0, 10], [list(pair), [9.0, -9.0]]) for i, pair in enumerate(halves)]
-    assert split_half_correlation(trajectories) == pytest.approx(spearmanr(*halves.T).statistic)
+    start = {"start": Evaluation(0.0)}
+    found = of_learner(Metric(lambda: 0.0, maximize=False), start, torch.zeros(2), trajectories)
+    assert found["split_half"] == pytest.approx(spearmanr(*halves.T).statistic)
 
 
 def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:
@@ -168,8 +171,8 @@ def test_a_half_is_judged_by_itself() -> None:
 
 
 def test_what_never_differs_has_no_correlation_and_repeats_that_agree_no_noise() -> None:
-    for halves in (None, [[0.5, 0.5], [1.0, 2.0]]):
-        assert math.isnan(split_half_correlation([trajectory(0, [0, 10], halves)] * 5))
+    for halves in (None, torch.tensor([[0.5, 0.5]] * 5), torch.tensor([[0.5, 1.0], [1.0, 0.5]])):
+        assert math.isnan(correlation_of_halves(halves))
     alike = [Evaluation(cost, noise=0.0) for cost in (1.0, 2.0, 3.0)]
     assert repeats_agree([*alike, Evaluation(5.0)])  # the last has no repeats
     for others in (alike[:2], [alike[0]] * 5, [*alike, Evaluation(1.0, noise=0.1)]):
