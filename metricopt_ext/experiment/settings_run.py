@@ -263,12 +263,12 @@ class SettingsRun(ProgramRun):
 
     def _entry(self, asking: Asking[Start], values: Values) -> Entry | None:
         """Return what is known of settings; None if they were not scored."""
-        texts = self.settings.texts(self.settings.complete(values))
+        texts = self.settings.texts(values)
         told = (asking.log.told(each.id) for each in asking.trials)
         return next((each for each in told if each is not None and self._texts(each) == texts), None)
 
     def _texts(self, at: Start | Entry) -> dict[str, str]:
-        return self.settings.texts(self.settings.complete(at.settings or {}))
+        return self.settings.texts(at.settings or {})
 
     def _decided(self, asking: Asking[Start]) -> SettingsOutcome:
         """Return what the guard makes of the search's end; one that failed, or violates a constraint, is none."""
