@@ -25,8 +25,6 @@ class IndexSampler:
             and so do those without any; an example may be drawn for each of its labels.
     """
 
-    groups: list[Tensor]
-
     def __init__(self, size: int, batch_size: int, labels: Tensor | None = None) -> None:
         check_integer(1, MOST_BATCH, batch_size=batch_size)
         if size < 1:
