@@ -24,7 +24,6 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, combine, gradient_samples, unroll
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
@@ -277,7 +276,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         if checkpoint is not None:
             training.load(checkpoint)
         callback = callback or Callback()
-        with notifying(task, callback):
+        with task.metric.calling(callback.answered):
             while training.iteration < iterations:
                 if training.iteration % max(1, iterations // 10) == 0:
                     callback.stage(f"optimizer {training.iteration}/{iterations}")

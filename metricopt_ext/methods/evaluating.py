@@ -29,7 +29,6 @@ from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import counted
@@ -310,7 +309,7 @@ def first_answers(
 def _begun(task: FinetuneTask, run: SearchRun, kept: Log | None, callback: Callback) -> Iterator[Evaluating]:
     run.strategy.check(task)
     task.check_loss(run.seed, 2)
-    with notifying(task, callback), task.keeping_weights():
+    with task.metric.calling(callback.answered), task.keeping_weights():
         asking = run.asking(kept or Log(None, task.metric))
         try:
             yield Evaluating(task, asking, callback, run)

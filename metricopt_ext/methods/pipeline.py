@@ -23,7 +23,6 @@ from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
@@ -175,7 +174,7 @@ def taken(
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
         shown = run.enter_context(progress_of(callback, task.metric.name, queries))
-        run.enter_context(notifying(task, shown))
+        run.enter_context(task.metric.calling(shown.answered))
         if task.chosen:
             shown.say(task.chosen)
         yield folder, shown

@@ -10,7 +10,6 @@ from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.recipe_settings import RecipeSettings
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
-from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect
@@ -68,7 +67,7 @@ def meta_train(
         )
         return [trajectory for trajectory in store if trajectory.round <= round]
 
-    with notifying(task, callback):
+    with task.metric.calling(callback.answered):
         return learn_in_rounds(
             collect_round, recipe, tasks=tasks, seed=seed, callback=callback, device=task.origin().device
         )

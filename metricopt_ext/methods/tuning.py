@@ -12,7 +12,6 @@ from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.notifying import notifying
 from metricopt_ext.tasks.split_half import optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Policy, rollout
@@ -91,7 +90,7 @@ def tune_start(
     setting = recipe.settings[0] if setting is None else checked_weights(setting)
     check_integer(0, index=index, seed=seed)
 
-    with notifying(task, callback):
+    with task.metric.calling(callback.answered):
         return _tuned(task, fit, recipe, setting, start, index, guard_confidence, seed, callback)
 
 

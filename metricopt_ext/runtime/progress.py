@@ -26,6 +26,10 @@ class Callback:
     def query(self, spent: int, value: float) -> None:
         """A metric query was answered: how many have been spent, and the metric's value in its own units."""
 
+    def answered(self, query: Any) -> None:
+        """Tell `query` of a metric's `Query`: what a metric calls (`Metric.calling`)."""
+        self.query(query.spent, query.value)
+
     def quality(self, queries: int, spearman: float) -> None:
         """It became known how good the f of as many queries is: its Spearman correlation with the metric elsewhere."""
 
