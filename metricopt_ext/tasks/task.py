@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -110,27 +110,35 @@ class FinetuneTask:
                 first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
-        if not isinstance(self.adapter, Adapter):
-            raise TypeError(f"adapter is {brief(self.adapter)}; it must be what attach_film(model) returns")
+        meant = {
+            "adapter": (isinstance(self.adapter, Adapter), "what attach_film(model) returns"),
+            "metric": (isinstance(self.metric, Metric), "a Metric, as of Metric(function, maximize=True)"),
+            "settings": (isinstance(self.settings, Settings | None), "a Settings, with a function that applies them"),
+            "batches": (
+                self.batches is None or callable(self.batches),
+                "a function batches(seed, task, step) -> batch, which can be replayed, e.g. DatasetBatches(dataset,"
+                " batch_size)",
+            ),
+            "loss": (
+                self.loss is None or (callable(self.loss) and not isinstance(self.loss, nn.modules.loss._Loss)),
+                "a function loss(model, batch) of a scalar tensor; of a criterion of outputs and targets,"
+                " loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+            ),
+        }
+        for name, (fits, what) in meant.items():
+            if not fits:
+                raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be {what}")
         if self.adapter.phi.is_meta:
             raise AdapterError(
                 f"{type(self.adapter.model).__name__} is on the meta device, without numbers; load its weights before"
                 " attaching an adapter"
-            )
-        if not isinstance(self.metric, Metric):
-            raise TypeError(
-                f"metric is {brief(self.metric)}; it must be a Metric, as of Metric(function, maximize=True)"
             )
         if self.population is not None:
             check_integer(1, population=self.population)
         if (self.loss is None) != (self.batches is None):
             given, other = ("loss", "batches") if self.batches is None else ("batches", "loss")
             raise ValueError(f"{given} is given without {other}; give both, or neither for a search without a loss")
-        if self.settings is not None and not isinstance(self.settings, Settings):
-            raise TypeError(
-                f"settings is {brief(self.settings)}; it must be a Settings, with a function that applies them"
-            )
-        object.__setattr__(self, "at_once", self.population or 1)
+        vars(self)["at_once"] = self.population or 1
         told = [name for name in ("loss", "gradients", "inputs") if getattr(self, name) is not None]
         if len(told) > 1:
             raise ValueError(f"{told[1]} are given beside {told[0]}; one says which directions matter, leave one out")
@@ -140,16 +148,6 @@ class FinetuneTask:
             self._check_inputs(self.inputs)
         if self.loss is None or self.batches is None:
             return
-        if not callable(self.batches):
-            raise TypeError(
-                f"batches is a {type(self.batches).__name__}, which can't be replayed; it must be a function"
-                " batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)"
-            )
-        if not callable(self.loss) or isinstance(self.loss, nn.modules.loss._Loss):
-            raise TypeError(
-                f"loss is {brief(self.loss)}; it must be a function loss(model, batch) of a scalar tensor; of a"
-                " criterion of outputs and targets, loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
-            )
         check_effect(self.adapter, self.loss, partial(self.batches, 0, 0, 0))
         if self.population is None:
             self._choose_population()
@@ -164,8 +162,7 @@ class FinetuneTask:
 
         why = why_one_by_one(self.adapter.model, self.origin(), compute)
         number, why = (1, why) if why else (MANY, "two at once have the losses and gradients of each alone")
-        object.__setattr__(self, "at_once", number)
-        object.__setattr__(self, "chosen", f"population {number}: {why}")
+        vars(self).update(at_once=number, chosen=f"population {number}: {why}")
 
     def _check_gradients(self, gradients: Tensor) -> None:
         shape = tuple(gradients.shape) if isinstance(gradients, Tensor) else brief(gradients)
@@ -192,11 +189,11 @@ class FinetuneTask:
         def cycled(seed: int, task: int, step: int) -> Any:
             return inputs[(seed + task + step) % len(inputs)]
 
-        return self._with("loss", entropy)._with("batches", cycled)
+        return self._with(loss=entropy, batches=cycled)
 
     def with_settings(self, settings: Settings | None) -> "FinetuneTask":
         """Return the same task with other settings of inference, or without any."""
-        return self._with("settings", settings)._with("_values", {})
+        return self._with(settings=settings, _values={})
 
     def with_values(self, values: Values) -> "FinetuneTask":
         """Return the same task whose starts have these settings of inference, where they don't say others.
@@ -204,7 +201,7 @@ class FinetuneTask:
         Raises:
             ValueError: It has no such setting, or that can't be such a value.
         """
-        return self._with("_values", self.values_of(values))
+        return self._with(_values=self.values_of(values))
 
     def values_of(self, values: Values) -> dict[str, Value]:
         """Return all settings of inference at a start that says some of them, by name; none of a task without any.
@@ -235,22 +232,17 @@ class FinetuneTask:
 
         Raises:
             ValueError: As from `values_of`.
-            MetricError: They can't be applied; or that of the ``with`` block, which names them then.
+            MetricError: They can't be applied.
         """
         values = self.values_of(values)
-        if self.settings is None:
-            yield None
-            return
-        said = f"settings {', '.join(f'{name} {brief(value)}' for name, value in values.items())}"
         with ExitStack() as held:
-            try:
-                held.enter_context(self.settings.applied(values, model))
-            except Exception as error:
-                raise MetricError(f"{said} can't be applied: {type(error).__name__}: {brief(error)}") from error
-            try:
-                yield values
-            except MetricError as error:
-                raise type(error)(f"{error} ({said})") from error
+            if self.settings is not None:
+                try:
+                    held.enter_context(self.settings.applied(values, model))
+                except Exception as error:
+                    what = f"settings {_shown(values)} can't be applied"
+                    raise MetricError(f"{what}: {type(error).__name__}: {brief(error)}") from error
+            yield values or None
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
@@ -272,16 +264,16 @@ class FinetuneTask:
 
     def judged_by(self, metric: Metric) -> "FinetuneTask":
         """Return the same task with another metric."""
-        return self._with("metric", metric)
+        return self._with(metric=metric)
 
     def copied(self) -> "FinetuneTask":
         """Return the same task on a copy of the model, whose weights can be changed freely."""
-        return self._with("adapter", Adapter(copy.deepcopy(self.adapter.model)))
+        return self._with(adapter=Adapter(copy.deepcopy(self.adapter.model)))
 
-    def _with(self, name: str, value: Any) -> "FinetuneTask":
-        """Return a copy with another attribute; the first batch, which tells the same, is not run again."""
+    def _with(self, **changes: Any) -> "FinetuneTask":
+        """Return a copy with other attributes; the first batch, which tells the same, is not run again."""
         changed = object.__new__(type(self))
-        vars(changed).update({**vars(self), name: value})
+        vars(changed).update({**vars(self), **changes})
         return changed
 
     @property
@@ -394,8 +386,8 @@ class FinetuneTask:
             with self.in_force(start.settings, model) as values:
                 return self.metric.judge(model, values)
         except MetricError as error:
-            place = f"{where}, " if where else ""
-            raise type(error)(f"{error} ({place}|phi| = {start.phi.norm():.3g})") from error
+            place = [where, f"|phi| = {start.phi.norm():.3g}", _shown(self.values_of(start.settings))]
+            raise type(error)(f"{error} ({', '.join(filter(None, place))})") from error
 
     def costs_at(self, phi: Tensor, purpose: str) -> Tensor:
         """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate`."""
@@ -459,7 +451,10 @@ class FinetuneTask:
         Raises:
             AdapterError: There are none.
         """
-        with self._not_run_again() if differentiable else nullcontext():
+        with ExitStack() as held:
+            for layer, _ in self.adapter.modulations() if differentiable else ():
+                refuse = partial(_refuse_another_pass, type(self.adapter.model).__name__)
+                held.callback(layer.register_forward_pre_hook(refuse).remove)
             try:
                 (gradient,) = torch.autograd.grad(losses.sum(), phi, create_graph=differentiable)
             except torch.OutOfMemoryError:
@@ -472,25 +467,21 @@ class FinetuneTask:
                 ) from error
         return losses if differentiable else losses.detach(), gradient
 
-    @contextmanager
-    def _not_run_again(self) -> Iterator[None]:
-        """Refuse a backward pass that runs modulated layers again, when phi, and those of later passes, are gone.
 
-        Raises:
-            AdapterError: It does, as under gradient checkpointing.
-        """
+def _refuse_another_pass(model: str, layer: nn.Module, inputs: Any) -> None:
+    """Refuse a backward pass that runs a modulated layer again, when phi, and those of later passes, are gone.
 
-        def refuse(layer: nn.Module, inputs: Any) -> None:
-            raise AdapterError(
-                f"{type(self.adapter.model).__name__} uses gradient checkpointing, which runs layers again in a"
-                " backward pass: gradients that are differentiated further would be of another phi; turn it off, as by"
-                " model.gradient_checkpointing_disable()"
-            )
+    Raises:
+        AdapterError: It does, as under gradient checkpointing.
+    """
+    raise AdapterError(
+        f"{model} uses gradient checkpointing, which runs layers again in a backward pass: gradients that are"
+        " differentiated further would be of another phi; turn it off, as by model.gradient_checkpointing_disable()"
+    )
 
-        with ExitStack() as held:
-            for layer, _ in self.adapter.modulations():
-                held.callback(layer.register_forward_pre_hook(refuse).remove)
-            yield
+
+def _shown(values: Values) -> str:
+    return ", ".join(f"{name} {brief(value)}" for name, value in values.items())
 
 
 def _followed(phi: Tensor, differentiable: bool) -> Tensor:
