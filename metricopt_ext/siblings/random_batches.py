@@ -17,7 +17,6 @@ def first_defined(
     *,
     classes: int,
     ledger: Ledger,
-    purpose: str,
 ) -> tuple[Tensor, Tensor, float]:
     """Return the first of random batches that has a cost: scores, labels and the cost.
 
@@ -28,7 +27,6 @@ def first_defined(
         cost: Asks for the cost of one.
         classes: c.
         ledger: What the queries are booked in.
-        purpose: What they are booked under.
 
     Raises:
         BudgetError: The budget is spent.
@@ -36,13 +34,13 @@ def first_defined(
     """
     size, tried = 0, 0
     for scores, labels in islice(batches, TRIES):
-        before = ledger.spent_on.get(purpose, 0)
+        before = dict(ledger.spent_on)
         try:
             return scores, labels, cost(scores, labels)
         except MetricError as error:
             if len(labels.unique()) == classes:
                 raise
-            ledger.take_back(purpose, ledger.spent_on[purpose] - before)
+            ledger.spent_on = before
             size, tried, failed = len(labels), tried + 1, error
     raise MetricError(
         f"{failed}; so on {tried} random batches of {size}, each without one of {classes} classes: give larger batches"

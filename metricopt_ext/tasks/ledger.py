@@ -56,9 +56,3 @@ class Ledger:
         """
         self.require(queries, purpose)
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
-
-    def take_back(self, purpose: str, queries: int) -> None:
-        """Count queries no more, which were refused."""
-        self.spent_on[purpose] -= queries
-        if not self.spent_on[purpose]:
-            del self.spent_on[purpose]

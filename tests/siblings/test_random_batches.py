@@ -34,7 +34,7 @@ def first(known: BatchMetric, drawn: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     def ask(scores: Tensor, labels: Tensor) -> float:
         return known.cost(scores, labels, "test")
 
-    return first_defined(drawn, ask, classes=2, ledger=known.ledger, purpose="test")[1]
+    return first_defined(drawn, ask, classes=2, ledger=known.ledger)[1]
 
 
 def test_the_first_that_has_a_cost_is_taken_and_counts_alone() -> None:

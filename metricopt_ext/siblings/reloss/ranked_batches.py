@@ -206,7 +206,7 @@ class BatchSource:
                 yield scores.to(like), of_random.to(labels.device)
 
         callback.stage("random outputs")
-        booked: dict[str, Any] = {"classes": max(2, outputs), "ledger": task.batch_metric.ledger, "purpose": PURPOSE}
+        booked: dict[str, Any] = {"classes": max(2, outputs), "ledger": task.batch_metric.ledger}
         for row in are_random.nonzero().flatten().tolist():
             keep(row, *first_defined(drawn(row), ask, **booked))
         rows, count = (~are_random).nonzero().flatten().tolist(), self.checkpoints.count

@@ -210,7 +210,6 @@ class UniversalTraining:
                     lambda drawn, of_drawn: lowest_cost(metric, drawn, of_drawn, self.thresholds, "universal"),
                     classes=max(2, surrogate.outputs),
                     ledger=metric.ledger,
-                    purpose="universal",
                 )
                 distance, gradients = surrogate.distance(scores, labels, true)
                 optimizer.descend(gradients)
