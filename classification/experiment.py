@@ -54,7 +54,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.block_batches import BlockBatches
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches, TensorBatches
-from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
+from metricopt_ext.tasks.inputs import logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask

@@ -22,8 +22,8 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.direction import direction
-from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
 from metricopt_ext.tasks.halved import Halved
+from metricopt_ext.tasks.inputs import logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.kept_modules import KeptModules

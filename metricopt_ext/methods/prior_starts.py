@@ -9,8 +9,7 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, DataError
-from metricopt_ext.tasks.entropy import logits_of, refuse_probabilities
-from metricopt_ext.tasks.inputs import each_batch
+from metricopt_ext.tasks.inputs import each_batch, logits_of, refuse_probabilities
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import brief

@@ -18,8 +18,8 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.inputs import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.population import MANY, why_one_by_one
 from metricopt_ext.tasks.settings import Settings, Value, Values

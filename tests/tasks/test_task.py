@@ -19,7 +19,7 @@ from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import TensorBatches
-from metricopt_ext.tasks.entropy import entropy, logits_of, refuse_probabilities
+from metricopt_ext.tasks.inputs import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 
