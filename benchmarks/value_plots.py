@@ -174,7 +174,8 @@ def plot_landscape(
     points = mesh.to(visited) @ plane
     with torch.no_grad():
         predicted = _values(task.metric, f(points).cpu())
-    true = _values(task.metric, task.costs_at(points.flatten(0, 1), "picture").view(grid, grid))
+    costs = [task.evaluate(phi, "picture").cost for phi in points.flatten(0, 1)]
+    true = _values(task.metric, torch.tensor(costs, dtype=torch.float64).view(grid, grid))
     figure, panels = new_figure(9.4, 4.0, 1, 2, sharex=True, sharey=True)
     for axes, values, title in zip(panels.flat, (predicted, true), ("value function", "true metric"), strict=True):
         filled = axes.contourf(axis[0], axis[1], values, levels=14, cmap="viridis")

@@ -104,8 +104,8 @@ def best_of_loss_finetune(task: FinetuneTask, points: Tensor, evals: int) -> Ten
         evals: Number of queries, both ends included; all points if that is T + 1 or more.
     """
     chosen = torch.linspace(0, len(points) - 1, min(evals, len(points))).round().long()
-    costs = task.costs_at(points[chosen], "loss_finetune_best")
-    return points[chosen[costs.argmin()]]
+    costs = [task.evaluate(phi, "loss_finetune_best").cost for phi in points[chosen]]
+    return points[chosen[costs.index(min(costs))]]
 
 
 def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFIDENCE) -> Baseline:

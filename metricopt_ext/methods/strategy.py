@@ -48,7 +48,8 @@ class Context:
         log = task.metric.log
         self.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
         for trajectory in store:
-            task.costs_at(trajectory.observed_phi.to(task.origin()), "collect")
+            for phi in trajectory.observed_phi.to(task.origin()):
+                task.evaluate(phi, "collect")
 
 
 class LearningStrategy(ABC, Generic[Own]):

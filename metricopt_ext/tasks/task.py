@@ -105,9 +105,8 @@ class FinetuneTask:
                 shape, not finite, or 0; or there are no inputs.
             TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
                 function of model and batch, or ``settings`` is no `Settings`.
-            AdapterError: The model has no numbers (meta), or does not return logits for ``inputs``. Or the offsets act
-                on a layer that does not give what the model returns, or a coordinate of phi moves no output on the
-                first batch.
+            AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
+                give what the model returns, or a coordinate of phi moves no output on the first batch.
             WeightsError: The loss changed the model's weights on the first batch.
         """
         meant = {
@@ -128,11 +127,6 @@ class FinetuneTask:
         for name, (fits, what) in meant.items():
             if not fits:
                 raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be {what}")
-        if self.adapter.phi.is_meta:
-            raise AdapterError(
-                f"{type(self.adapter.model).__name__} is on the meta device, without numbers; load its weights before"
-                " attaching an adapter"
-            )
         if self.population is not None:
             check_integer(1, population=self.population)
         if (self.loss is None) != (self.batches is None):
@@ -142,8 +136,10 @@ class FinetuneTask:
         told = [name for name in ("loss", "gradients", "inputs") if getattr(self, name) is not None]
         if len(told) > 1:
             raise ValueError(f"{told[1]} are given beside {told[0]}; one says which directions matter, leave one out")
-        if self.gradients is not None:
-            self._check_gradients(self.gradients)
+        if (gradients := self.gradients) is not None:
+            shape = tuple(gradients.shape) if isinstance(gradients, Tensor) else brief(gradients)
+            if shape[1:] != (self.dim,) or not gradients.isfinite().all() or not gradients.any():
+                raise ValueError(f"gradients are {shape}; they must be m x {self.dim} finite numbers, not all 0")
         if self.inputs is not None:
             self._check_inputs(self.inputs)
         if self.loss is None or self.batches is None:
@@ -163,14 +159,6 @@ class FinetuneTask:
         why = why_one_by_one(self.adapter.model, self.origin(), compute)
         number, why = (1, why) if why else (MANY, "two at once have the losses and gradients of each alone")
         vars(self).update(at_once=number, chosen=f"population {number}: {why}")
-
-    def _check_gradients(self, gradients: Tensor) -> None:
-        shape = tuple(gradients.shape) if isinstance(gradients, Tensor) else brief(gradients)
-        if len(shape) != 2 or shape[1] != self.dim or not gradients.isfinite().all() or not gradients.any():
-            raise ValueError(
-                f"gradients are {shape}; they must be a tensor, m x {self.dim}, of finite numbers, not all 0, as of"
-                " the loss that it was trained by"
-            )
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         if not isinstance(inputs, Sequence) or not len(inputs):
@@ -316,7 +304,9 @@ class FinetuneTask:
         parts = []
         for at in range(0, len(indices), self.at_once):  # one population's batches and activations are held at once
             some = slice(at, at + self.at_once)
-            parts.append(self._part(phi[some], seed, indices[some], step, differentiable))
+            parts.append(
+                self._part(phi[some], [self.batches(seed, each, step) for each in indices[some]], differentiable)
+            )
         loss, gradient = (torch.cat(each) for each in zip(*parts, strict=True))
         finite = loss.isfinite() & gradient.isfinite().all(dim=1)
         if not finite.all():
@@ -389,25 +379,16 @@ class FinetuneTask:
             place = [where, f"|phi| = {start.phi.norm():.3g}", _shown(self.values_of(start.settings))]
             raise type(error)(f"{error} ({', '.join(filter(None, place))})") from error
 
-    def costs_at(self, phi: Tensor, purpose: str) -> Tensor:
-        """Evaluate the metric at ``n x d`` points and return the costs alone, ``n``, float64; see `evaluate`."""
-        costs = [self.evaluate(each, purpose, f"point {i} of {len(phi)}").cost for i, each in enumerate(phi)]
-        return torch.tensor(costs, dtype=torch.float64)
-
     def look(self, start: Start) -> dict[str, float]:
         """Return what the metric's ``also`` has of a start (`Metric.look`)."""
         with self.adapter.applied(start) as model, self.in_force(start.settings, model) as values:
             return self.metric.look(model, values)
 
-    def _part(
-        self, phi: Tensor, seed: int, indices: Sequence[int], step: int, differentiable: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _part(self, phi: Tensor, batches: Sequence[Any], differentiable: bool) -> tuple[Tensor, Tensor]:
         """Compute a population; if it fails, one by one where it was chosen, or say why a given one can't be done.
 
-        Its batches are gone when this returns. Of what fails for one phi alone, its own error is raised.
+        Of what fails for one phi alone, its own error is raised.
         """
-        assert self.batches is not None
-        batches = [self.batches(seed, index, step) for index in indices]
         if len(phi) == 1 or self.at_once == 1:
             return self._one_by_one(phi, batches, differentiable)
         try:

@@ -29,11 +29,13 @@ def running(quadratic: Callable[..., Any]) -> FinetuneTask:
 
 def test_a_query_is_a_pass_if_the_model_runs(running: FinetuneTask, quadratic: Callable[..., Any]) -> None:
     points = torch.zeros(3, 4, dtype=torch.float64)
-    running.costs_at(points, "search")
+    for phi in points:
+        running.evaluate(phi, "search")
     assert passes_of(running) == Passes(metric=3)
     assert queries_cost(running, 2) == Passes(metric=2)
     still = noticing(quadratic())  # it reads phi alone
-    still.costs_at(points, "search")
+    for phi in points:
+        still.evaluate(phi, "search")
     assert still.metric.ledger.spent == 3
     assert passes_of(still) == queries_cost(still, 2) == Passes()
 
@@ -78,7 +80,7 @@ def test_losses_with_their_gradients_count_for_each_phi(quadratic: Callable[...,
     task, phi = noticing(quadratic(population=population)), torch.zeros(5, 4, dtype=torch.float64)
     before = passes_of(task)
     task.loss_and_gradient(phi, 0, range(5), 0)
-    task.copied().judged_by(task.metric.with_new_ledger()).loss_and_gradient(phi[:2], 0, range(2), 0)
+    task.copied().judged_by(task.metric.with_settings()).loss_and_gradient(phi[:2], 0, range(2), 0)
     task.evaluate(task.origin(), "judge")
     assert passes_of(task) == Passes(loss=7)
     assert before == Passes()
