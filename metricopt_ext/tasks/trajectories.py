@@ -88,7 +88,7 @@ class TrajectoryStore:
 
     def __init__(self, folder: str | Path | None = None, identity: dict[str, Any] | None = None) -> None:
         self.folder: Path | None = None if folder is None else Path(folder)
-        self.check: Callable[[], None] | None = None
+        self.check: Callable[[], None] = lambda: None
         self._items: dict[tuple[int, int], Trajectory] = {}
         if self.folder is not None:
             claim(self.folder / "identity.json", identity or {})
@@ -112,8 +112,7 @@ class TrajectoryStore:
         if key in self._items:
             raise ValueError(f"trajectory {trajectory.index} of round {trajectory.round} is already stored")
         if self.folder is not None:
-            if self.check is not None:
-                self.check()
+            self.check()
             _write(self.folder / f"round-{trajectory.round}-task-{trajectory.index:05d}.safetensors", trajectory)
         self._items[key] = trajectory
 
@@ -303,15 +302,11 @@ def collect(
         starts = task.starts(start_std, seed, chunk)
         phi, loss = rollout(task, starts, policy_of(chunk), steps=steps, seed=seed, indices=chunk)
         for row in rows:
-            index = chunk[row]
-            observed = observation_steps(steps, evals, seed, index, ends=ends)
-            kept = f"{len(store)} finished trajectories are kept"
-            own = tuple(
-                task.evaluate(phi[row, step], "collect", f"round {round}, task {index}, step {step}; {kept}")
-                for step in observed.tolist()
-            )
-            signature = task.adapter.signature
-            store.add(Trajectory(round, index, phi[row].cpu(), loss[row].cpu(), observed, own, signature))
+            observed = observation_steps(steps, evals, seed, chunk[row], ends=ends)
+            where = f"{len(store)} finished trajectories are kept; round {round}, task {chunk[row]}, step"
+            own = tuple(task.evaluate(phi[row, step], "collect", f"{where} {step}") for step in observed.tolist())
+            run = phi[row].cpu(), loss[row].cpu(), observed, own, task.adapter.signature
+            store.add(Trajectory(round, chunk[row], *run))
     return [trajectory for index in indices if (trajectory := store.get(round, index)) is not None]
 
 
