@@ -1,7 +1,6 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -29,8 +28,6 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import checksums
 from metricopt_ext.utils.words import and_more, brief
-
-LOGGER = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -115,8 +112,7 @@ class FinetuneTask:
             "settings": (isinstance(self.settings, Settings | None), "a Settings, with a function that applies them"),
             "batches": (
                 self.batches is None or callable(self.batches),
-                "a function batches(seed, task, step) -> batch, which can be replayed, e.g. DatasetBatches(dataset,"
-                " batch_size)",
+                "a function batches(seed, task, step) -> batch, e.g. DatasetBatches(dataset, batch_size)",
             ),
             "loss": (
                 self.loss is None or (callable(self.loss) and not isinstance(self.loss, nn.modules.loss._Loss)),
@@ -396,7 +392,6 @@ class FinetuneTask:
         except Exception as error:
             found = self._one_by_one(phi, batches, differentiable)
             if self.population is None:
-                LOGGER.debug("torch.func.vmap, of %d phi: %s: %s", len(phi), type(error).__name__, brief(error))
                 return found
             raise AdapterError(
                 f"loss(model, batch) can be computed for one phi, but not for {len(phi)} at once by torch.func.vmap"

@@ -348,7 +348,6 @@ class Recording:
 
     def __post_init__(self) -> None:
         """Draw the observed steps."""
-        check_integer(0, round=self.round, index=self.index)
         self.observed = observation_steps(self.steps, self.evals, self.seed, self.index)
 
     @property
