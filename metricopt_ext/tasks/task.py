@@ -97,9 +97,9 @@ class FinetuneTask:
         """Check the arguments, and on the first batch that phi acts (see `check_effect`).
 
         Raises:
-            ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is
-                given without the other, or ``gradients`` or ``inputs`` beside them; or the gradients are of another
-                shape, not finite, or 0; or there are no inputs.
+            ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is given without the other, or
+                ``gradients`` or ``inputs`` beside them; or the gradients are of another shape, not finite, or 0; or
+                there are no inputs.
             TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
                 function of model and batch, or ``settings`` is no `Settings`.
             AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
@@ -158,9 +158,7 @@ class FinetuneTask:
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         if not isinstance(inputs, Sequence) or not len(inputs):
-            raise ValueError(
-                f"inputs is {brief(inputs)}; it must be a list of batches, one at least, e.g. x.split(100)"
-            )
+            raise ValueError(f"inputs are {brief(inputs)}; they must be a list of batches, e.g. x.split(100)")
         with torch.enable_grad(), seeded_streams(0, self.origin().device):  # which tells what made them
             refuse_probabilities(logits_of(self.adapter.model(inputs[0])))
         check_effect(self.adapter, entropy, lambda: inputs[0])
