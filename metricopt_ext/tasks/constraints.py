@@ -4,34 +4,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from metricopt_ext.errors import MetricError
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.utils.words import brief
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _LANGUAGE = re.compile(
-    rf"\s*(?P<side>>=|<=)\s*(?:(?P<number>[+-]?{_NUMBER})|start(?:\s*(?P<sign>[+-])\s*(?P<offset>{_NUMBER}))?)\s*",
+    rf"\s*(?P<side>>=|<=)\s*(?:(?P<number>[+-]?{_NUMBER})|start\s*(?P<offset>[+-]\s*{_NUMBER})?)\s*",
     re.ASCII | re.IGNORECASE,
 )
 REMEDY = "write '>= 0.9', '<= 0.1', '>= start', '>= start - 0.005' or '<= start + 0.01'"
 
 # A value on its limit holds it, also where a difference of two decimal numbers was rounded.
 ROUNDING = 1e-12
-
-
-class Evaluated(Protocol):
-    """What an `Evaluation` has of quantities besides the metric."""
-
-    @property
-    def also(self) -> Mapping[str, float]:
-        """Their values by name."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Whether the values are another evaluation's."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,12 +45,9 @@ class Constraint:
             ValueError: The text is anything else.
         """
         found = _LANGUAGE.fullmatch(text) if isinstance(text, str) else None
-        if not isinstance(name, str) or not name or found is None:
+        number = math.nan if found is None else float(re.sub(r"\s", "", found["number"] or found["offset"] or "0"))
+        if found is None or not math.isfinite(number):
             raise ValueError(f"subject_to has {brief(name)}: {brief(text)}, which is no constraint; {REMEDY}")
-        sign = -1.0 if found["sign"] == "-" else 1.0
-        number = sign * float(found["number"] or found["offset"] or 0.0)
-        if not math.isfinite(number):
-            raise ValueError(f"subject_to has {brief(name)}: {brief(text)}, which is not finite; {REMEDY}")
         return cls(name, found["side"] == ">=", found["number"] is None, number)
 
     def __str__(self) -> str:
@@ -105,7 +89,7 @@ class Limits:
     numbers: tuple[float, ...]
 
     @classmethod
-    def of(cls, constraints: Sequence[Constraint], start: Evaluated) -> "Limits | None":
+    def of(cls, constraints: Sequence[Constraint], start: Evaluation) -> "Limits | None":
         """Return the limits that follow from the start's evaluation; None without constraints.
 
         Raises:
@@ -121,24 +105,24 @@ class Limits:
         pairs = zip(self.constraints, self.numbers, strict=True)
         return {each.name: f"{'>=' if each.at_least else '<='} {number!r}" for each, number in pairs}
 
-    def excesses(self, evaluation: Evaluated) -> tuple[float, ...]:
+    def excesses(self, evaluation: Evaluation) -> tuple[float, ...]:
         """Return by how much an evaluation is beyond each limit, ``k``; at most 0 where it holds."""
         pairs = zip(self.constraints, self.numbers, strict=True)
         return tuple(
             (1 if each.at_least else -1) * (number - value_of(evaluation, each.name)) for each, number in pairs
         )
 
-    def violated(self, evaluation: Evaluated) -> tuple[Constraint, ...]:
+    def violated(self, evaluation: Evaluation) -> tuple[Constraint, ...]:
         """Return the constraints that an evaluation does not satisfy."""
         found = zip(self.constraints, self.numbers, self.excesses(evaluation), strict=True)
         return tuple(each for each, number, excess in found if excess > ROUNDING * max(1.0, abs(number)))
 
-    def hold(self, evaluation: Evaluated) -> bool:
+    def hold(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation satisfies all; one that failed, whose values are another's, does not."""
         return not evaluation.failed and not self.violated(evaluation)
 
 
-def value_of(evaluation: Evaluated, name: str) -> float:
+def value_of(evaluation: Evaluation, name: str) -> float:
     """Return a quantity that an evaluation has besides the metric.
 
     Raises:
