@@ -54,8 +54,9 @@ class BatchMetric(CostScale):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its values mean, as JSON; see `CostScale.identity`."""
-        return {**super().identity, "arguments": json.loads(to_json(self.arguments))}
+        """What its values mean, as JSON: two metrics that differ in it are not the same, whatever their names."""
+        described = {name: getattr(self, name) for name in ("name", "maximize", "bounds", "arguments")}
+        return json.loads(to_json(described))  # type: ignore[no-any-return]
 
     def with_new_ledger(self) -> "BatchMetric":
         """Return the same metric with an empty ledger and no budget."""

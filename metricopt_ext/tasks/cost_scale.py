@@ -1,7 +1,6 @@
 """What the values of a black box mean as costs."""
 
 import math
-from collections.abc import Mapping, Set
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -9,8 +8,8 @@ from torch import Tensor
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.tasks.ledger import Ledger
+from metricopt_ext.utils.checks import check_bool
 from metricopt_ext.utils.numbers import number_of, within
-from metricopt_ext.utils.words import brief
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -25,8 +24,7 @@ class CostScale:
         ledger: Counts the queries; give several black boxes one ledger to share a budget.
 
     Raises:
-        ValueError: The bounds are not two finite numbers in order, ``maximize`` is something else than a bool, or the
-            name no text.
+        ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
     """
 
     maximize: bool
@@ -37,18 +35,9 @@ class CostScale:
     def __init__(
         self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
     ) -> None:
-        if maximize not in (True, False):
-            raise ValueError(f"maximize is {maximize!r}; it must be True if higher is better, else False")
-        if not isinstance(name, str):
-            raise ValueError(f"name is {brief(name)}; it must be a text")
+        check_bool(maximize=maximize)
         self.maximize, self.bounds, self.name = bool(maximize), None if bounds is None else _checked(bounds), name
         self.ledger = ledger or Ledger()
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What its values mean, as JSON: two black boxes that differ in it are not the same, whatever their names."""
-        bounds = None if self.bounds is None else list(self.bounds)
-        return {"name": self.name, "maximize": self.maximize, "bounds": bounds}
 
     @property
     def sign(self) -> int:
@@ -66,16 +55,12 @@ class CostScale:
         Raises:
             MetricError: The value is not finite, or outside the bounds.
         """
-        if not math.isfinite(value):
-            raise MetricError(f"metric {self.name!r} returned {value}{where}; it must be a finite number")
-        if self.bounds is None:
-            return value
-        low, high = self.bounds
+        low, high = self.bounds or (-math.inf, math.inf)
         value = within(value, low, high)
-        if not low <= value <= high:
+        if not (low <= value <= high and math.isfinite(value)):
             raise MetricError(
-                f"metric {self.name!r} returned {value}{where}, outside its bounds {self.bounds}; set the right"
-                " bounds, or bounds=None for a metric without any"
+                f"metric {self.name!r} returned {value}{where}, which is no finite number within its bounds"
+                f" {self.bounds}; set the right bounds, or bounds=None for a metric without any"
             )
         return value
 
@@ -99,15 +84,12 @@ def _checked(bounds: Any) -> tuple[float, float]:
         ValueError: They are none.
     """
     try:
-        if isinstance(bounds, str | Set | Mapping):  # of text, or without an order
-            raise TypeError(f"bounds in a {type(bounds).__name__}")
-        low, high = (number_of(bound) for bound in bounds if not isinstance(bound, str))
-    except (TypeError, ValueError) as error:
+        low, high = map(number_of, bounds)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (low < high and math.isfinite(high - low)):
         raise ValueError(
-            f"bounds are {bounds!r}; they must be two numbers, or None for a metric without any"
-        ) from error
-    if not low < high:
-        raise ValueError(f"bounds are {bounds}; the lower must be below the upper")
-    if not math.isfinite(high - low):
-        raise ValueError(f"bounds are {bounds}; both must be finite, or give bounds=None for a metric without any")
+            f"bounds are {bounds!r}; they must be two finite numbers, the lower first; give bounds=None for a metric"
+            " without any"
+        )
     return low, high
