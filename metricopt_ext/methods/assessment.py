@@ -334,7 +334,7 @@ def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the points, without halves if these can't be of two halves of data."""
     if not fault_of_halves([each.evaluation for each in evaluated]):
         return list(evaluated)
-    return [each._replace(evaluation=each.evaluation.without_halves()) for each in evaluated]
+    return [each._replace(evaluation=each.evaluation._replace(pairs=())) for each in evaluated]
 
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:

@@ -220,8 +220,8 @@ def _with_halves(
             " values on two random halves of its data",
             stacklevel=4,
         )
-    without = {name: each.without_halves() for name, each in candidates.items()}
-    return without, [each.without_halves() for each in visited]
+    without = {name: each._replace(pairs=()) for name, each in candidates.items()}
+    return without, [each._replace(pairs=()) for each in visited]
 
 
 def judge(

@@ -68,20 +68,20 @@ class Evaluation(NamedTuple):
         return {name: each.value for name, each in self.outcomes.items()}
 
     @property
-    def numbers(self) -> list[float]:
-        """All numbers of it."""
-        parts = [self.whole, *self.outcomes.values()]
-        noise = [each.noise for each in parts if each.noise is not None]
-        return [*(each.value for each in parts), *noise, *chain(*(chain(*each.pairs) for each in parts))]
-
-    @property
     def whole(self) -> Outcome:
         """The metric's own value, as an outcome."""
         return Outcome(self.value, self.pairs, self.noise)
 
-    def without_halves(self) -> "Evaluation":
-        """Return the same as of a metric that reports no halves."""
-        return self._replace(pairs=())
+    def check(self) -> None:
+        """Refuse numbers that no evaluation has.
+
+        Raises:
+            ValueError: One is not finite, or a standard error is negative.
+        """
+        for each in (self.whole, *self.outcomes.values()):
+            noise = each.noise or 0.0
+            if noise < 0 or not all(map(math.isfinite, (each.value, noise, *chain(*each.pairs)))):
+                raise ValueError(f"an evaluation has {each}, but its numbers are finite, and its noise is at least 0")
 
 
 def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:

@@ -132,10 +132,7 @@ class Entry:
         for value in (found.value, *chain(*found.pairs)):
             if not low <= value <= high:
                 raise ValueError(f"{value} is no value of a metric with bounds {scale.bounds}")
-        if not all(map(math.isfinite, found.numbers)):
-            raise ValueError(f"evaluation {self.id} is not finite")
-        if any(each.noise is not None and each.noise < 0 for each in (found.whole, *found.outcomes.values())):
-            raise ValueError(f"evaluation {self.id} has a negative standard error")
+        found.check()
 
 
 @dataclass(frozen=True)

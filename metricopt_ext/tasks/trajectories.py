@@ -1,6 +1,5 @@
 """Finetuning trajectories and the metric observed along them: f's training data (Algorithm 1, lines 2 and 3)."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -175,8 +174,8 @@ def _read(path: Path) -> Trajectory:
         own = from_json(_Described, content)
         points, dim = tensors["phi"].shape
         check_tensors(path, tensors, {"phi": (points, dim), "loss": (points - 1,), "observed": (len(own.evaluations),)})
-        if not all(math.isfinite(number) for each in own.evaluations for number in each.numbers):
-            raise ValueError("an evaluation is not finite")
+        for each in own.evaluations:
+            each.check()
         observed = tensors["observed"]
         if observed.dtype != torch.int64 or not bool(((observed >= 0) & (observed < points)).all()):
             raise ValueError(f"its observed steps are {brief(observed.tolist())}, not steps from 0 to {points - 1}")

@@ -415,8 +415,8 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
     candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
     decision: Any = decide_among if among else decide
     found = assert_warned(lambda: decision(candidates, visited), "halves")
-    without = [each.without_halves() for each in visited]
-    plain = decision({name: each.without_halves() for name, each in candidates.items()}, without)
+    without = [each._replace(pairs=()) for each in visited]
+    plain = decision({name: each._replace(pairs=()) for name, each in candidates.items()}, without)
     assert found == plain
     assert found.verdict.guard == ("none" if noise is None else "repeats")
 
