@@ -297,7 +297,7 @@ class Search:
     @property
     def failed(self) -> int:
         """How many evaluations have failed, in earlier processes too."""
-        return sum(each.failed for each in self._asking.log.entries.values())
+        return self._asking.log.failed
 
     def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.

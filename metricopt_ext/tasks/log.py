@@ -1,10 +1,9 @@
 """The log of a run: a line for each point that the metric was asked for, and one for each answer, on disk at once."""
 
-import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import FileFormatError
+from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
-from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.described import Finite, from_json
 from metricopt_ext.utils.files import parse_json, to_json
 from metricopt_ext.utils.words import brief, counted
 
@@ -46,7 +45,7 @@ class Entry:
     """
 
     id: int
-    phi: list[float]
+    phi: list[Finite]
     replaced: str = ""
     settings: dict[str, Any] | None = None
     value: float | None = None
@@ -62,7 +61,7 @@ class Entry:
     def of(cls, id: int, start: Start) -> "Entry":
         """Make one of a start that is asked for."""
         # The shortest numbers that become these very ones in phi's precision again.
-        numbers = [float(str(each)) for each in start.phi.detach().cpu().numpy()]
+        numbers = [Finite(float(str(each))) for each in start.phi.detach().cpu().numpy()]
         return cls(id, numbers, digest_of(start), dict(start.settings) or None)
 
     def told(self, evaluation: Evaluation | None, asked: int, seconds: float = 0.0) -> "Entry":
@@ -80,18 +79,10 @@ class Entry:
         """Whether nobody has answered it."""
         return self.value is None and not self.failed and not self.given_up
 
-    def evaluation(self, sign: int) -> Evaluation | None:
-        """What the metric said; None if it failed, was given up, or is open."""
-        if self.value is None:
-            return None
-        return Evaluation(self.value, self.outcomes or {}, self.pairs, self.noise, sign=sign)
-
     @property
-    def line(self) -> str:
+    def content(self) -> dict[str, Any]:
         """What the file holds of it; what it has none of is left out."""
-        return to_json(
-            {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
-        )
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
     def is_of(self, start: Start) -> bool:
         """Whether it was asked in the model of a start, with its settings in force."""
@@ -112,27 +103,6 @@ class Entry:
         if len(self.phi) != len(phi):
             return False
         return bool((self.at(phi).double() - phi.double()).norm() <= SAME * phi.double().norm())
-
-    def check(self, scale: CostScale) -> None:
-        """Refuse numbers that no evaluation has.
-
-        Raises:
-            ValueError: The message says which.
-        """
-        if not all(map(math.isfinite, (*self.phi, self.seconds))):
-            raise ValueError(f"point {self.id} is not finite")
-        found = self.evaluation(scale.sign)
-        if found is None:
-            if self.outcomes or self.pairs or self.noise is not None:
-                raise ValueError(f"evaluation {self.id} has no value, and more than that")
-            return
-        if self.failed or self.given_up:
-            raise ValueError(f"evaluation {self.id} has a value although it failed or was given up")
-        low, high = scale.bounds or (-math.inf, math.inf)
-        for value in (found.value, *chain(*found.pairs)):
-            if not low <= value <= high:
-                raise ValueError(f"{value} is no value of a metric with bounds {scale.bounds}")
-        found.check()
 
 
 @dataclass(frozen=True)
@@ -176,7 +146,9 @@ class Log:
 
     def evaluation(self, entry: Entry) -> Evaluation | None:
         """Return what the metric said at an entry's point; None if it failed, was given up, or is open."""
-        return entry.evaluation(self._scale.sign)
+        if entry.value is None:
+            return None
+        return Evaluation(entry.value, entry.outcomes or {}, entry.pairs, entry.noise, sign=self._scale.sign)
 
     def told(self, id: int) -> Entry | None:
         """Return what became of a point; None while nobody has said."""
@@ -186,7 +158,7 @@ class Log:
     @property
     def answered(self) -> int:
         """How many points were evaluated, those that failed among them."""
-        return sum(not each.open and not each.given_up for each in self.entries.values())
+        return sum(each.failed or each.value is not None for each in self.entries.values())
 
     @property
     def asked(self) -> int:
@@ -219,42 +191,34 @@ class Log:
         Raises:
             FileFormatError: It may make fewer than before.
         """
-        if not self.sittings or budget != self.sittings[-1].budget:
-            before = self.sittings[-1].budget if self.sittings else 0
-            if budget < before:
-                raise FileFormatError(
-                    f"{self.path} is of a run whose queries made {counted(before, 'evaluation')}, and now they make"
-                    f" {budget}; give as many or more"
-                )
+        before = self.sittings[-1].budget if self.sittings else 0
+        if budget < before:
+            raise FileFormatError(
+                f"{self.path} is of a run whose queries made {counted(before, 'evaluation')}, and now they make"
+                f" {budget}; give as many or more"
+            )
+        if budget > before:
             sitting = Sitting(budget, bool(before) and self.answered >= before)
-            if self.path is not None:
-                self._check()
-                self._write(f"{to_json(asdict(sitting))}\n")
+            self._write([asdict(sitting)])
             self.sittings.append(sitting)
-        pairs = zip(self.sittings, self.sittings[1:], strict=False)
-        return [*(each.budget for each, after in pairs if after.goes_on), budget]
+        return [*(each.budget for each, after in pairwise(self.sittings) if after.goes_on), budget]
 
-    def append(self, entries: Iterable[Entry], *, write: bool = True) -> None:
-        """Take entries: points that are open from now on, or answers.
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Take points that are open from now on, or answers; they are on disk when this returns."""
+        self._write([each.content for each in entries])
+        self.entries |= {each.id: each for each in entries}
 
-        Args:
-            entries: The entries.
-            write: Whether they are on disk when this returns; an open point is of use there only to other processes.
-        """
-        new = {each.id: each for each in entries}
-        if write and self.path is not None:
-            self._check()
-            self._write("".join(f"{each.line}\n" for each in new.values()))
-        self.entries |= new
-
-    def _write(self, lines: str) -> None:
-        assert self.path is not None
+    def _write(self, contents: Sequence[Any]) -> None:
+        if self.path is None:
+            return
+        self._check()
+        lines = contents if self._size else [FORMAT, *contents]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "r+b" if self._size else "wb") as file:
                 file.truncate(self._size)  # what a kill tore, or an error left
                 file.seek(self._size)
-                file.write(((f"{to_json(FORMAT)}\n" if not self._size else "") + lines).encode())
+                file.write("".join(f"{to_json(each)}\n" for each in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
                 self._size = file.tell()
@@ -262,17 +226,13 @@ class Log:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def check_unchanged(self) -> None:
-        """Refuse a file whose answers are not those that are known here.
+        """Refuse a file that has more lines than are known here, or fewer.
 
         Raises:
             FileFormatError: Another process has changed it.
         """
-        if self.path is None:
-            return
-        found = Log(self.path, self._scale).entries
-        if any(found.get(id, each) != each and not each.open for id, each in self.entries.items()) or any(
-            not each.open and self.told(id) != each for id, each in found.items()
-        ):
+        content = b"" if self.path is None else self.path.read_bytes()
+        if len(content) < self._size or b"\n" in content[self._size :]:
             raise FileFormatError(
                 f"{self.path} was changed by another process since it was left; go on by a new search with resume=True"
             )
@@ -288,17 +248,26 @@ class Log:
                 found = parse_json(line)
                 if isinstance(found, dict) and "budget" in found:
                     self.sittings.append(from_json(Sitting, found))
-                    continue
-                entry = from_json(Entry, found)
-                entry.check(self._scale)
-                if (known := self.entries.get(entry.id)) is not None and (not known.open or entry.open):
-                    raise ValueError(f"two lines are of point {entry.id}")
-                self.entries[entry.id] = entry
-        except ValueError as error:
+                else:
+                    self._take(from_json(Entry, found))
+        except (ValueError, MetricError) as error:
             raise FileFormatError(
                 f"{path} holds no evaluations of the metric: {brief(error)}; use another output folder"
             ) from error
         self._size, self._unclaimed = len(content) - len(torn), [each for _, each in sorted(self.entries.items())]
+
+    def _take(self, entry: Entry) -> None:
+        """Take an entry from the file, unless it has numbers that no evaluation has."""
+        known, found = self.entries.get(entry.id), self.evaluation(entry)
+        if known is not None and (not known.open or entry.open):
+            raise ValueError(f"two lines are of point {entry.id}")
+        if found is not None:
+            if entry.failed or entry.given_up:
+                raise ValueError(f"evaluation {entry.id} has a value although it failed or was given up")
+            found.check()
+            self._scale.checked(found.value)
+            self._scale.checked_pairs(found.pairs)
+        self.entries[entry.id] = entry
 
 
 def digest_of(start: Start) -> str:
