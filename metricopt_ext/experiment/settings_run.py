@@ -312,20 +312,21 @@ class SettingsRun(ProgramRun):
         with ending() as programs:
             for name in seen:
                 values = self.settings.defaults if name == BEFORE else tuned.values
-                trial, at = f"{HELD_OUT}-{name}", Start(torch.zeros(0), settings=values)
-                known = log.recall(at)
-                if known is None:
-                    found = self._scored(programs, self.holdout, trial, values)
-                    if isinstance(found, Failed):
-                        raise TrialError(f"--holdout failed on {name!r}: {found.reason}", self.log(trial))
-                    known = self._evaluation(found)
-                    log.keep(at, known, self.holdout.repeats)
+                at, judged = Start(torch.zeros(0), settings=values), partial(self._held_out, programs, name, values)
+                known, _ = log.evaluated(at, judged, self.holdout.repeats)
                 aside[name] = known.value
-                self.check_unit(seen[name], aside[name], trial)
+                self.check_unit(seen[name], aside[name], f"{HELD_OUT}-{name}")
         chosen, verdict = best_on_holdout(seen, aside, self._scale, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
         tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)
         return tuned if chosen == AFTER else replace(tuned, values=self.settings.defaults, after=tuned.before)
+
+    def _held_out(self, programs: Programs, name: str, values: Values) -> Evaluation:
+        assert self.holdout is not None
+        found = self._scored(programs, self.holdout, f"{HELD_OUT}-{name}", values)
+        if isinstance(found, Failed):
+            raise TrialError(f"--holdout failed on {name!r}: {found.reason}", self.log(f"{HELD_OUT}-{name}"))
+        return self._evaluation(found)
 
     def _score(self, asking: Asking[Start], values: Values) -> Score:
         """Return what the program found for settings."""

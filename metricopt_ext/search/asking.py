@@ -86,6 +86,7 @@ class Asking(Generic[End]):
     """
 
     def __init__(self, run: Run[End], log: Log, repeats: int = 1, check: Check = lambda values: None) -> None:
+        log.use("by numbers")
         self.log, self.repeats = log, repeats
         self._run, self._check = run, check
         self.trials: list[Trial] = []

@@ -70,9 +70,8 @@ class Entry:
             return replace(self, given_up=True)
         if evaluation.failed:
             return replace(self, failed=True, asked=asked)
-        value, outcomes, pairs, noise, *_ = evaluation
-        told = replace(self, value=value, outcomes=outcomes or None, pairs=pairs, noise=noise)
-        return replace(told, asked=asked, seconds=seconds)
+        told = replace(self, value=evaluation.value, outcomes=evaluation.outcomes or None, pairs=evaluation.pairs)
+        return replace(told, noise=evaluation.noise, asked=asked, seconds=seconds)
 
     @property
     def open(self) -> bool:
@@ -100,9 +99,8 @@ class Entry:
 
     def same_point(self, phi: Tensor) -> bool:
         """Whether it is at a point, ``d``, but for rounding."""
-        if len(self.phi) != len(phi):
-            return False
-        return bool((self.at(phi).double() - phi.double()).norm() <= SAME * phi.double().norm())
+        same = len(self.phi) == len(phi)
+        return same and bool((self.at(phi).double() - phi.double()).norm() <= SAME * phi.double().norm())
 
 
 @dataclass(frozen=True)
@@ -139,6 +137,7 @@ class Log:
         self._scale, self._check = scale, check
         self.entries: dict[int, Entry] = {}
         self.sittings: list[Sitting] = []
+        self._way = ""  # how points are looked up
         self._size = 0  # bytes that are known
         self._unclaimed: list[Entry] = []  # of an earlier process, that were not asked for again yet
         if path is not None and path.exists():
@@ -170,17 +169,26 @@ class Log:
         """How many points' evaluations failed."""
         return sum(each.failed and each.asked > 0 for each in self.entries.values())
 
-    def recall(self, at: Start) -> Evaluation | None:
-        """Return an evaluation of a point that an earlier process left; each is returned once, in their order."""
-        for entry in self._unclaimed:
-            if entry.value is not None and entry.is_of(at) and entry.same_point(at.phi):
-                self._unclaimed.remove(entry)
-                return self.evaluation(entry)
-        return None
+    def use(self, way: str) -> None:
+        """Refuse to look points up in two ways, as a point's number in the one is no number of the other."""
+        if self._way not in ("", way):
+            raise RuntimeError(f"{self.path or 'a log'} is used {self._way}, so it can't be {way}; use another log")
+        self._way = way
 
-    def keep(self, at: Start, evaluation: Evaluation, asked: int) -> None:
-        """Append an evaluation of a point; it is on disk when this returns."""
+    def evaluated(self, at: Start, judged: Callable[[], Evaluation], asked: int) -> tuple[Evaluation, bool]:
+        """Return an evaluation of a point, and whether an earlier process left it, whatever it asked before.
+
+        What is made now is on disk when this returns. Each that was left is returned once, in their order.
+        """
+        self.use("by points")
+        for entry in self._unclaimed:
+            known = self.evaluation(entry)
+            if known is not None and entry.is_of(at) and entry.same_point(at.phi):
+                self._unclaimed.remove(entry)
+                return known, True
+        evaluation = judged()
         self.append([Entry.of(len(self.entries), at).told(evaluation, asked)])
+        return evaluation, False
 
     def sit(self, budget: int) -> list[int]:
         """Note how many evaluations the run may make from now on, at least as many as before.
@@ -193,10 +201,8 @@ class Log:
         """
         before = self.sittings[-1].budget if self.sittings else 0
         if budget < before:
-            raise FileFormatError(
-                f"{self.path} is of a run whose queries made {counted(before, 'evaluation')}, and now they make"
-                f" {budget}; give as many or more"
-            )
+            had = counted(before, "evaluation")
+            raise FileFormatError(f"{self.path} is of a run with {had}, not {budget}; give as many queries or more")
         if budget > before:
             sitting = Sitting(budget, bool(before) and self.answered >= before)
             self._write([asdict(sitting)])
@@ -215,9 +221,8 @@ class Log:
         lines = contents if self._size else [FORMAT, *contents]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "r+b" if self._size else "wb") as file:
+            with open(self.path, "ab") as file:
                 file.truncate(self._size)  # what a kill tore, or an error left
-                file.seek(self._size)
                 file.write("".join(f"{to_json(each)}\n" for each in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
@@ -233,9 +238,7 @@ class Log:
         """
         content = b"" if self.path is None else self.path.read_bytes()
         if len(content) < self._size or b"\n" in content[self._size :]:
-            raise FileFormatError(
-                f"{self.path} was changed by another process since it was left; go on by a new search with resume=True"
-            )
+            raise FileFormatError(f"{self.path} was changed by another process; go on by a new search with resume=True")
 
     def _read(self, path: Path) -> None:
         """Read all but a torn last line."""
@@ -251,9 +254,7 @@ class Log:
                 else:
                     self._take(from_json(Entry, found))
         except (ValueError, MetricError) as error:
-            raise FileFormatError(
-                f"{path} holds no evaluations of the metric: {brief(error)}; use another output folder"
-            ) from error
+            raise FileFormatError(f"{path} is no log of a metric: {brief(error)}; use another output folder") from error
         self._size, self._unclaimed = len(content) - len(torn), [each for _, each in sorted(self.entries.items())]
 
     def _take(self, entry: Entry) -> None:

@@ -204,11 +204,8 @@ class Metric(CostScale):
             MetricError, WeightsError: As from `judge`. The query still counts.
         """
         self.ledger.spend(purpose, self.repeats)
-        known = None if self.log is None else self.log.recall(at)
-        evaluation = judged() if known is None else known
-        if self.log is not None and known is None:
-            self.log.keep(at, evaluation, self.repeats)
-        self.tell(evaluation, purpose, item, on_file=known is not None)
+        evaluation, on_file = (judged(), False) if self.log is None else self.log.evaluated(at, judged, self.repeats)
+        self.tell(evaluation, purpose, item, on_file=on_file)
         return evaluation
 
     def tell(

@@ -16,6 +16,7 @@ from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import FileFormatError, MetricError
+from metricopt_ext.search.asking import Asking
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
@@ -313,6 +314,16 @@ def test_what_is_on_file_is_booked_and_told_but_not_asked(tmp_path: Path) -> Non
         (0.0, False, 2),
         (0.0, True, 3),
     ]
+
+
+def test_one_log_is_not_used_in_two_ways(tmp_path: Path) -> None:
+    for path in (tmp_path / "log.jsonl", None):
+        by_points, by_numbers = Log(path, UNBOUNDED), Log(path, UNBOUNDED)
+        counting().logged(by_points).evaluate(nn.Identity(), "x")
+        assert_refused(lambda log=by_points: Asking(iter(()), log), RuntimeError, "points", "numbers")
+        Asking(iter(()), by_numbers)
+        metric = counting(0).logged(by_numbers)
+        assert_refused(lambda metric=metric: metric.evaluate(nn.Identity(), "x"), RuntimeError, "points", "numbers")
 
 
 # --- The log -------------------------------------------------------------------------------------------------------
