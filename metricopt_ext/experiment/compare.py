@@ -19,7 +19,7 @@ from metricopt_ext.experiment.record import Outcome
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, told
 from metricopt_ext.tasks.log import Log
-from metricopt_ext.tasks.metric import Metric, phi_of
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
 
@@ -146,6 +146,5 @@ def judge(task: FinetuneTask, end: End) -> float:
     """Return the task's metric, in its own units, of a phi of its model, another model, or a start; one query."""
     if isinstance(end, nn.Module):
         with task.in_force({}, end) as values:
-            judged = partial(task.metric.judge, end, values)
-            return task.metric.ask(judged, "judge", end, Start(phi_of(end))).value
+            return task.metric.evaluate(end, "judge", values).value
     return task.evaluate(end if isinstance(end, Start) else Start(end), "judge").value

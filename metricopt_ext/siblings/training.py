@@ -13,7 +13,7 @@ from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Metric, takes_model
 from metricopt_ext.tasks.task import FinetuneTask, Loss
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.words import counted
@@ -75,7 +75,7 @@ class TrainingTask:
             )
         elif not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise AdapterError(f"{type(self.model).__name__} has no weights to train: all of them are frozen")
-        if not self.metric.takes_model:
+        if not all(map(takes_model, (self.metric.function, *self.metric.also.values()))):
             raise MetricError(
                 f"metric {self.metric.name!r} takes no model; a sibling method trains a copy: let it take the model"
             )

@@ -128,7 +128,6 @@ def value_of(evaluation: Evaluation, name: str) -> float:
     Raises:
         MetricError: It lacks it.
     """
-    found = evaluation.also.get(name)
-    if found is None:
+    if name not in evaluation.also:
         raise MetricError(f"an evaluation has no {name!r}, which subject_to names; tell it at every point")
-    return found
+    return evaluation.also[name]

@@ -27,17 +27,14 @@ class CostScale:
         ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
     """
 
-    maximize: bool
-    bounds: tuple[float, float] | None
-    name: str
-    ledger: Ledger
-
     def __init__(
         self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
     ) -> None:
         check_bool(maximize=maximize)
-        self.maximize, self.bounds, self.name = bool(maximize), None if bounds is None else _checked(bounds), name
-        self.ledger = ledger or Ledger()
+        self.maximize: bool = bool(maximize)
+        self.bounds: tuple[float, float] | None = None if bounds is None else _checked(bounds)
+        self.name: str = name
+        self.ledger: Ledger = ledger or Ledger()
 
     @property
     def sign(self) -> int:
@@ -88,8 +85,5 @@ def _checked(bounds: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         low = high = math.nan
     if not (low < high and math.isfinite(high - low)):
-        raise ValueError(
-            f"bounds are {bounds!r}; they must be two finite numbers, the lower first; give bounds=None for a metric"
-            " without any"
-        )
+        raise ValueError(f"bounds are {bounds!r}; they must be two finite numbers in order, or bounds=None for none")
     return low, high

@@ -67,21 +67,16 @@ class Evaluation(NamedTuple):
         """The values of the other quantities, by name."""
         return {name: each.value for name, each in self.outcomes.items()}
 
-    @property
-    def whole(self) -> Outcome:
-        """The metric's own value, as an outcome."""
-        return Outcome(self.value, self.pairs, self.noise)
-
     def check(self) -> None:
         """Refuse numbers that no evaluation has.
 
         Raises:
             ValueError: One is not finite, or a standard error is negative.
         """
-        for each in (self.whole, *self.outcomes.values()):
+        for each in (Outcome(self.value, self.pairs, self.noise), *self.outcomes.values()):
             noise = each.noise or 0.0
             if noise < 0 or not all(map(math.isfinite, (each.value, noise, *chain(*each.pairs)))):
-                raise ValueError(f"an evaluation has {each}, but its numbers are finite, and its noise is at least 0")
+                raise ValueError(f"{each} has a number that is not finite, or noise below 0")
 
 
 def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:

@@ -17,7 +17,7 @@ from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
 from metricopt_ext.utils.described import Finite, from_json
 from metricopt_ext.utils.files import parse_json, to_json
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
 
 FORMAT = {"format": "metricopt_ext/log/2"}  # the first line
 
@@ -201,8 +201,7 @@ class Log:
         """
         before = self.sittings[-1].budget if self.sittings else 0
         if budget < before:
-            had = counted(before, "evaluation")
-            raise FileFormatError(f"{self.path} is of a run with {had}, not {budget}; give as many queries or more")
+            raise FileFormatError(f"{self.path} has {before} evaluations, not {budget}; give as many queries or more")
         if budget > before:
             sitting = Sitting(budget, bool(before) and self.answered >= before)
             self._write([asdict(sitting)])

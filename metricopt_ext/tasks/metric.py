@@ -19,7 +19,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome, Pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.halved import Halved, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -29,7 +29,7 @@ from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.weights import Watched
-from metricopt_ext.utils.words import and_more, brief, counted
+from metricopt_ext.utils.words import and_more, brief
 
 
 class Query(NamedTuple):
@@ -90,7 +90,6 @@ class Metric(CostScale):
 
     Attributes:
         constraints: What ``subject_to`` says.
-        takes_model: Whether all that is evaluated at a query takes the model, and so can judge a copy of it.
         callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
             one begin with the same callbacks.
         log: Keeps the evaluations, and answers what was asked in an earlier process (`logged`); None for none.
@@ -100,15 +99,6 @@ class Metric(CostScale):
         >>> metric.evaluate(nn.Identity(), "example").value, metric.ledger.spent
         (0.75, 1)
     """
-
-    function: Callable[..., Any]
-    repeats: int
-    new_classes: bool
-    also: dict[str, Callable[..., Any]]
-    subject_to: dict[str, str]
-    constraints: tuple[Constraint, ...]
-    takes_model: bool
-    log: Log | None = None
 
     def __init__(
         self,
@@ -124,16 +114,22 @@ class Metric(CostScale):
         subject_to: Mapping[str, str] | None = None,
     ) -> None:
         check_integer(1, repeats=repeats)
-        if not callable(function):
-            raise TypeError(f"function is {function!r}; it must be a function that returns the metric of a model")
+        for each in (function, *(also or {}).values()):
+            if not callable(each):
+                raise TypeError(f"{brief(each)} is no function that returns a quantity of a model")
+            takes_model(each)  # or raises
         name = name or getattr(function, "__name__", "metric").strip("<>")
+        if name in (also or {}):
+            raise ValueError(f"also has {name!r}, which is the metric itself; leave it out")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
-        self.function, self.repeats, self.new_classes = function, repeats, new_classes
-        self.constraints = parse_constraints(subject_to, name)
-        self.also, self.subject_to = _checked_functions(also, name), dict(subject_to or {})
-        functions = [function, *(self.also[each] for each in self.subject_to if each in self.also)]
-        self.takes_model = all(map(_takes_model, functions))
+        self.function: Callable[..., Any] = function
+        self.repeats: int = repeats
+        self.new_classes: bool = new_classes
+        self.also: dict[str, Callable[..., Any]] = dict(also or {})
+        self.constraints: tuple[Constraint, ...] = parse_constraints(subject_to, name)
+        self.subject_to: dict[str, str] = dict(subject_to or {})
         self.callbacks: list[OnQuery] = []
+        self.log: Log | None = None
         self._lacked = False
         self._pairs = 0  # how many it reports, once known
 
@@ -146,7 +142,6 @@ class Metric(CostScale):
     def with_settings(self, **changes: Any) -> "Metric":
         """Return the same metric, with an empty ledger without a budget and, perhaps, other ``settings``."""
         metric = copy.copy(self)
-        metric.log = None
         Metric.__init__(metric, self.function, **{**self.settings, **changes})
         metric.callbacks = list(self.callbacks)
         return metric
@@ -177,18 +172,23 @@ class Metric(CostScale):
         """Evaluate the metric on the model as it is and return the cost; see `evaluate`."""
         return self.evaluate(model, purpose).cost
 
-    def evaluate(self, model: nn.Module, purpose: str) -> Evaluation:
+    def evaluate(self, model: nn.Module, purpose: str, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is; one query, or as many as it is repeated.
 
         Args:
             model: The model to judge.
             purpose: What the ledger books the queries under.
+            settings: As of `judge`.
 
         Raises:
             BudgetError: The budget is spent; the metric was not evaluated.
             MetricError: As from `judge`. The query still counts.
         """
-        return self.ask(partial(self.judge, model), purpose, model, Start(phi_of(model)))
+        try:
+            phi = Adapter(model).phi.detach()
+        except AdapterError:
+            phi = torch.zeros(0)  # without an adapter it has no numbers
+        return self.ask(partial(self.judge, model, settings), purpose, model, Start(phi))
 
     def ask(self, judged: Callable[[], Evaluation], purpose: str, item: Any, at: Start) -> Evaluation:
         """Return an evaluation that is on file, or else has to be made; one query, or as many as it is repeated.
@@ -212,10 +212,9 @@ class Metric(CostScale):
         self, evaluation: Evaluation, purpose: str, item: Any = None, spent: int | None = None, *, on_file: bool = False
     ) -> None:
         """Tell the callbacks of a query that was answered, booked and kept (see `Query`)."""
-        if self.callbacks:
-            spent = self.ledger.spent if spent is None else spent
-            for callback in tuple(self.callbacks):
-                callback(Query(item, evaluation, purpose, spent, on_file))
+        query = Query(item, evaluation, purpose, self.ledger.spent if spent is None else spent, on_file)
+        for callback in tuple(self.callbacks):
+            callback(query)
 
     def judge(self, model: nn.Module, settings: Values | None = None) -> Evaluation:
         """Evaluate the metric on the model as it is, without booking the queries.
@@ -232,12 +231,10 @@ class Metric(CostScale):
                 and other buffers are put back.
         """
         calls = [self._call(model, settings) for _ in range(self.repeats)]
-        if len(calls) == 1:
-            return calls[0]
-        names = [name for name in calls[0].outcomes if all(name in each.outcomes for each in calls)]
-        outcomes = {name: _mean_of([each.outcomes[name] for each in calls]) for name in names}
-        whole = _mean_of([Outcome(each.value, each.pairs) for each in calls])
-        return Evaluation(whole.value, outcomes, whole.pairs, whole.noise, sign=self.sign)
+        names = [name for name in calls[0] if all(name in each for each in calls)]
+        outcomes = {name: _mean_of([each[name] for each in calls]) for name in names}
+        value, pairs, noise = outcomes.pop(self.name)
+        return Evaluation(value, outcomes, pairs, noise, sign=self.sign)
 
     def look(self, model: nn.Module, settings: Values | None = None) -> dict[str, float]:
         """Return what ``also`` has of the model as it is, by name, but for what each query tells; it costs no query.
@@ -245,53 +242,37 @@ class Metric(CostScale):
         Raises:
             MetricError, WeightsError: As from `judge`, as for the arguments.
         """
-        return {name: self._outcome(name, model, settings).value for name in self.also if name not in self.subject_to}
+        others = [name for name in self.also if name not in self.subject_to]
+        return {name: self._outcome(name, self._returned(name, model, settings)).value for name in others}
 
-    def _outcome(self, name: str, model: nn.Module, settings: Values | None) -> Outcome:
-        returned = self._returned(self.also[name], model, settings, f"{self.name!r}: also[{name!r}]")
-        return _outcome_of(returned, name, self.name)
-
-    def _call(self, model: nn.Module, settings: Values | None) -> Evaluation:
-        """Call the function, and those of ``also`` for what is bounded and missing from what it returned."""
-        returned, outcomes = self._taken_apart(self._returned(self.function, model, settings, repr(self.name)))
-        evaluation = self._read(returned)
-        for name in self.subject_to:
-            if name in self.also:
-                outcomes[name] = self._outcome(name, model, settings)
-            elif name not in outcomes:
-                known = f"told {', '.join(map(brief, outcomes))} besides" if outcomes else "tells nothing besides"
-                raise MetricError(
-                    f"subject_to names {brief(name)}, but metric {self.name!r} {known}; let it return a dict,"
-                    f" {{{self.name!r}: value, {name!r}: value}}, or give also={{{name!r}: function}}"
-                )
-        return evaluation._replace(outcomes=outcomes)
-
-    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, Outcome]]:
-        """Return what a function returned for the metric itself, and the other quantities by name."""
-        if not isinstance(returned, Mapping):
-            return returned, {}
-        if self.name not in returned:
+    def _call(self, model: nn.Module, settings: Values | None) -> dict[str, Outcome]:
+        """Call the function, and those of ``also`` for what is bounded; returns all quantities by name."""
+        returned = self._returned(self.name, model, settings)
+        told = dict(returned) if isinstance(returned, Mapping) else {self.name: returned}
+        if doubled := sorted(told.keys() & self.also.keys()):
+            raise MetricError(f"metric {self.name!r} returned {doubled[0]!r}, which also= has too; leave one out")
+        told |= {name: self._returned(name, model, settings) for name in self.subject_to if name in self.also}
+        if lacking := [name for name in (self.name, *self.subject_to) if name not in told]:
             raise MetricError(
-                f"metric {self.name!r} returned a dict without its own name, {brief(dict(returned))}; give the metric"
-                " the name that its value has there, Metric(..., name=NAME)"
+                f"metric {self.name!r} told {', '.join(map(brief, told))}, but not {lacking[0]!r}; let it return a dict"
+                " that has its own name and those of subject_to, {NAME: value, ...}, or give also={NAME: function}"
             )
-        if doubled := [name for name in returned if name in self.also]:
-            raise MetricError(
-                f"metric {self.name!r} returned {brief(doubled[0])}, which also= has too; leave one of them out"
-            )
-        others = {name: each for name, each in returned.items() if name != self.name}
-        return returned[self.name], {name: _outcome_of(each, name, self.name) for name, each in others.items()}
+        outcomes = {name: self._outcome(name, each) for name, each in told.items()}
+        value, pairs, _ = outcomes[self.name]
+        if pairs and self._pairs not in (0, len(pairs)):
+            raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
+        self._pairs = len(pairs) or self._pairs
+        return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs))}
 
-    def _returned(self, function: Callable[..., Any], model: nn.Module, settings: Values | None, who: str) -> Any:
-        """Call a function on the model, which is left as it was."""
-        arguments, more = [model] if _takes_model(function) else [], {}
+    def _returned(self, name: str, model: nn.Module, settings: Values | None) -> Any:
+        """Call the function of the metric, or of another quantity, on the model, which is left as it was."""
+        function = self.also.get(name, self.function)
+        arguments = [model] if takes_model(function) else []
         taken = parameter_of(function, "settings")
+        more = {} if settings is None or not taken else {"settings": dict(settings)}
+        who = repr(name) if name == self.name else f"{self.name!r}: also[{name!r}]"
         if settings is None and taken and taken.default is taken.empty:
-            raise MetricError(
-                f"metric {who} takes settings, but there are none; give FinetuneTask(..., settings=mo.Settings(...))"
-            )
-        if settings is not None and taken:
-            more = {"settings": dict(settings)}
+            raise MetricError(f"metric {who} takes settings; give FinetuneTask(..., settings=mo.Settings(...))")
         modules, weights = KeptModules(model), Watched(model)
         with evaluating(model), torch.no_grad():
             try:
@@ -307,118 +288,49 @@ class Metric(CostScale):
             )
         return returned
 
-    def _read(self, returned: Any) -> Evaluation:
-        """Read a number, or a number and two halves."""
+    def _outcome(self, name: Any, returned: Any) -> Outcome:
+        """Read a number, or a number and halves, of the metric or of another quantity."""
+        given = (returned, returned.halves) if isinstance(returned, Halved) else returned
         try:
-            value, halves = _parts_of(returned)
-        except (TypeError, ValueError, RuntimeError) as error:
+            value, halves = given if isinstance(given, tuple) else (given, None)
+            value = number_of(value)
+            pairs = () if halves is None or isinstance(halves, str) else pairs_of(halves)
+        except (TypeError, ValueError) as error:
             raise MetricError(
-                f"metric {self.name!r} returned {brief(returned)}; it must be a number, or (number, (half, half)),"
-                " or (number, ((half, half), ...)) with several pairs of halves"
+                f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give a number, or (number, (half, half))"
             ) from error
-        value = self.checked(value)
-        pairs, why = (None, halves) if isinstance(halves, str) else (halves, "")
-        if pairs is not None and any(map(math.isnan, chain(*pairs))):
-            pairs, why = None, "it is nan on a half of its data"
-        if pairs is None:
-            self._without_halves(why)
-            return Evaluation(value, sign=self.sign)
-        if len(pairs) != (before := self._pairs or len(pairs)):
-            raise MetricError(
-                f"metric {self.name!r} returned {counted(len(pairs), 'pair')} of halves, but {before} before; divide"
-                " the data in the same ways at each call"
-            )
-        self._pairs = len(pairs)
-        return Evaluation(value, pairs=self.checked_pairs(pairs), sign=self.sign)
-
-    def _without_halves(self, why: str) -> None:
-        """Say once why there are none, if a reason is given; where a few phi alone have none, the guard has others'."""
-        if why and not self._lacked:
+        if any(map(math.isnan, chain(*pairs))):
+            pairs, halves = (), "it is nan on a half of its data"
+        if not isinstance(name, str) or not all(map(math.isfinite, (value, *chain(*pairs)))):
+            raise MetricError(f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name")
+        if name == self.name and isinstance(halves, str) and not self._lacked:
             self._lacked = True
-            where = " at some phi" if self._pairs else ""
-            warnings.warn(
-                f"metric {self.name!r} reports no halves{where}, as {why}; a gain can't be told from chance by them",
-                stacklevel=4,
-            )
-
-
-def _checked_functions(also: Mapping[str, Callable[..., Any]] | None, metric: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of other quantities than the metric by name.
-
-    Raises:
-        TypeError: They are no functions.
-        ValueError: One has the metric's own name, or none.
-    """
-    if also is not None and not isinstance(also, Mapping):
-        raise TypeError(f"also is {brief(also)}; it must map names to functions of the model")
-    for name, function in (also or {}).items():
-        if not isinstance(name, str) or not name or name == metric:
-            raise ValueError(f"also has the name {brief(name)}; it must be a text other than the metric's own name")
-        if not callable(function):
-            remedy = "give its function, metric.function" if isinstance(function, Metric) else "give a function"
-            raise TypeError(f"also[{name!r}] is {brief(function)}; {remedy} that returns a number for a model")
-    return dict(also or {})
-
-
-def _outcome_of(returned: Any, name: Any, metric: str) -> Outcome:
-    """Return what was found of a quantity besides the metric: a number, or a number and halves, as of the metric.
-
-    Raises:
-        MetricError: It is no finite number, or its name is no text.
-    """
-    try:
-        value, halves = _parts_of(returned)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise MetricError(f"metric {metric!r}: {brief(name)} is {brief(returned)}; it must be a number") from error
-    if not isinstance(name, str) or not math.isfinite(value):
-        raise MetricError(f"metric {metric!r}: {brief(name)} is {value}; it must be a finite number with a name")
-    if halves is None or isinstance(halves, str) or not all(map(math.isfinite, chain(*halves))):
-        return Outcome(value)
-    return Outcome(value, halves)
-
-
-def _parts_of(returned: Any) -> tuple[float, Pairs | str | None]:
-    """Return the number, and the pairs of halves or why there are none, of what a function returned.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: It is something else.
-    """
-    given = (returned, returned.halves) if isinstance(returned, Halved) else returned
-    value, halves = given if isinstance(given, tuple) else (given, None)
-    return number_of(value), halves if halves is None or isinstance(halves, str) else pairs_of(halves)
+            warnings.warn(f"metric {name!r} has no halves, as {halves}, so a gain may be chance", stacklevel=4)
+        return Outcome(value, pairs)
 
 
 def _mean_of(calls: Sequence[Outcome]) -> Outcome:
-    """Return the means of several calls, with the standard error of the value's; of pairs, if all have them."""
-    pairs = tuple(
-        (mean(first for first, _ in each), mean(second for _, second in each))
-        for each in zip(*(call.pairs for call in calls), strict=False)
-    )
+    """Return the means of calls, with the standard error of the value's; of pairs, if all have them."""
+    if len(calls) == 1:
+        return calls[0]
+    pairs = [zip(*each, strict=True) for each in zip(*(call.pairs for call in calls), strict=False)]
+    means = tuple((mean(firsts), mean(seconds)) for firsts, seconds in pairs)
     values = [each.value for each in calls]
-    return Outcome(mean(values), pairs, stdev(values) / math.sqrt(len(values)))
+    return Outcome(mean(values), means, stdev(values) / math.sqrt(len(values)))
 
 
-def phi_of(model: nn.Module) -> Tensor:
-    """Return a model's phi, ``d``; that of one without an adapter has no numbers."""
-    try:
-        return Adapter(model).phi.detach()
-    except AdapterError:
-        return torch.zeros(0)
+def takes_model(function: Callable[..., Any]) -> bool:
+    """Whether a metric's function takes the model; if not, it knows it already.
 
-
-def _takes_model(function: Callable[..., Any]) -> bool:
+    Raises:
+        ValueError: It takes more than that and settings.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return True
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "settings"
-    ]
+    variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in parameters if p.default is p.empty and p not in variadic and p.name != "settings"]
     if len(required) > 1:
-        raise ValueError(
-            f"a metric takes the model or nothing, and settings, but {getattr(function, '__name__', function)!r} needs"
-            f" {[p.name for p in required]}; bind the rest with functools.partial"
-        )
-    return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        raise ValueError(f"a metric takes the model and settings alone, not {required}; bind others with partial")
+    return bool(required) or any(p.kind is p.VAR_POSITIONAL for p in variadic)

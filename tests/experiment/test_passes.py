@@ -11,7 +11,7 @@ from torch import nn
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import MetricError
 from metricopt_ext.experiment.passes import Noticing, Passes, noticing, passes_of, queries_cost
-from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.metric import Metric, takes_model
 from metricopt_ext.tasks.task import FinetuneTask
 
 
@@ -57,7 +57,7 @@ def test_only_what_runs_within_the_metric_counts(running: FinetuneTask) -> None:
     assert passes_of(running) == Passes()
     function = Noticing(lambda: 0.5)
     metric = Metric(function, maximize=True)
-    assert not metric.takes_model
+    assert not takes_model(metric.function)
     assert metric.evaluate(running.adapter.model, "judge").value == 0.5
     assert function.runs == 0
 

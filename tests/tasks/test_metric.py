@@ -326,8 +326,8 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
 
 def test_what_is_derived_from_a_subclass_judges_as_it_does() -> None:
     class Halved(Metric):
-        def judge(self, model: nn.Module) -> Evaluation:
-            found = super().judge(model)
+        def judge(self, model: nn.Module, settings: Any = None) -> Evaluation:
+            found = super().judge(model, settings)
             return found._replace(value=found.value / 2)
 
     metric = Halved(constant(0.2), maximize=True)
