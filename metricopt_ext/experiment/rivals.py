@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.search.direct import AskTell, AskTellStrategy
-from metricopt_ext.search.strategy import Algorithm, DirectSearch
+from metricopt_ext.search.strategy import Begun
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -42,20 +42,15 @@ class Rival(AskTellStrategy):
         """
         check_above(0, scale=self.scale)
 
-    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
-        """Return what it asks (see `DirectStrategy`).
-
-        Raises:
-            ModuleNotFoundError: The package is missing.
-        """
+    def check(self, task: FinetuneTask) -> None:
+        """Refuse to search without the package (see `SearchStrategy`)."""
         require(self.package)
-        return super().algorithm(task, seed)
 
     @abstractmethod
-    def make(self, search: DirectSearch, seed: int) -> AskTell:
+    def make(self, search: Begun, seed: int) -> AskTell:
         """Make the optimizer of a search that has begun; it is told of the start."""
 
-    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+    def pair(self, search: Begun, seed: int) -> AskTell:
         """Return the optimizer, told of the start (see `AskTellStrategy`)."""
         seeds = generator(seed, self.package)
         with _alone(seeds):
@@ -89,7 +84,7 @@ class Nevergrad(Rival):
     scale: float = 0.1
     name: str = "NGOpt"
 
-    def make(self, search: DirectSearch, seed: int) -> AskTell:
+    def make(self, search: Begun, seed: int) -> AskTell:
         """Make the optimizer; the start is suggested to it."""
         import nevergrad as ng
         from nevergrad.optimization import metamodel
@@ -125,7 +120,7 @@ class Optuna(Rival):
     package = "optuna"
     name: str = "TPESampler"
 
-    def make(self, search: DirectSearch, seed: int) -> AskTell:
+    def make(self, search: Begun, seed: int) -> AskTell:
         """Make a study."""
         import optuna
 
@@ -195,7 +190,7 @@ class BoTorch(Rival):
         """
         return self.initial + starts
 
-    def make(self, search: DirectSearch, seed: int) -> AskTell:
+    def make(self, search: Begun, seed: int) -> AskTell:
         """Make a Gaussian process of BoTorch's own, and its acquisition function."""
         from botorch.acquisition.logei import qLogNoisyExpectedImprovement
         from botorch.fit import fit_gpytorch_mll

@@ -332,9 +332,12 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
     Raises:
         ValueError: The budget is below `least_queries`; nothing was evaluated.
         BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
+        AdapterError: As from `SearchStrategy.begin`; nothing was evaluated.
         MetricError: The metric failed; the message says at which query.
     """
     check_checkpoints(search, task, [queries], 1)
+    search.check(task)
+    task.check_loss(seed, 1)
     there = replace(task.adapter.as_start(), phi=start)
     begun = search.begin(task, there, lambda: queries, seed=seed)
     kept = task.metric.log or Log(None, task.metric)

@@ -8,7 +8,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
-from metricopt_ext.search.strategy import Algorithm, Answers, Batches, DirectSearch, DirectStrategy
+from metricopt_ext.search.strategy import Answers, Batches, Begun, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -25,7 +24,7 @@ from metricopt_ext.utils.seeding import generator
 
 
 @dataclass(frozen=True)
-class GuidedES(DirectStrategy):
+class GuidedES(SearchStrategy):
     """Guided ES (paper, section 3.2, Eq. 3-4) on the metric itself.
 
     A step descends along Eq. 4's estimate u, at a length of its own, and along the loss; both decay linearly to 0.
@@ -68,30 +67,28 @@ class GuidedES(DirectStrategy):
         if task.loss is None:
             task.loss_and_gradient(task.origin()[None], 0, [0], 0)  # which says why
 
-    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
-        """Return what it asks (see `DirectStrategy`)."""
-        task.check_loss(seed, 1)
-        return partial(self._batches, task, seed)
-
-    def _batches(self, task: FinetuneTask, seed: int, state: DirectSearch) -> Batches:
+    def batches(self, task: FinetuneTask, seed: int, search: Begun) -> Batches:
+        """Step along u and the loss, and last towards the mean of the later centres (see `SearchStrategy`)."""
         rng, root = generator(seed, "guided_es"), math.sqrt(task.dim)
-        variance, steps = (self.scale * root) ** 2, state.left // (2 * self.pairs + 1)
-        phi, gradients, centres = state.start, state.start.new_zeros(0, task.dim), [state.start]
+        variance, steps = (self.scale * root) ** 2, search.left // (2 * self.pairs + 1)
+        phi, gradients, centres = search.start, search.start.new_zeros(0, task.dim), [search.start]
         for step in range(steps):
             _, gradient = task.loss_and_gradient(phi[None], seed, [0], step)
             gradients = torch.cat([gradient, gradients])[: self.history]
             delta = perturbations(*orthonormal_basis(gradients), self.pairs, variance**0.5, rng)
-            points = antithetic(phi, delta)
-            evaluated = yield from state.ask(points)
-            above, below = evaluated.points.chunk(2)
-            costs = evaluated.costs if evaluated.known.any() else torch.zeros(len(evaluated))
-            u = estimated_direction((above - below) / 2, costs, variance)
+            answers = yield from search.ask(antithetic(phi, delta))
+            above, below = answers.points.chunk(2)
+            costs = [each.cost for each in answers.evaluations] or [0.0] * len(answers)
+            u = estimated_direction((above - below) / 2, torch.tensor(costs, dtype=torch.float64), variance)
             metric_step = self.step * root * normalize(u, dim=0, eps=torch.finfo(u.dtype).tiny)
             loss_step = self.loss_weight * self.lr * gradient[0]
             phi = phi - (1 - step / steps) * (loss_step + metric_step)
-            phi = (yield from state.ask(phi[None])).points[0]
+            phi = (yield from search.ask(phi[None])).points[0]
             centres.append(phi)
-        yield from state.towards_mean(centres)
+        mean = torch.stack(centres[steps // 2 :]).mean(0)  # of the later half
+        while search.left:  # spend what is left on the way there
+            shares = torch.linspace(0, 1, search.left + 1)[1:].tolist()
+            yield from search.ask(torch.stack([torch.lerp(phi, mean, share) for share in shares]))
 
 
 class AskTell(NamedTuple):
@@ -107,33 +104,29 @@ class AskTell(NamedTuple):
     tell: Callable[[Tensor, Sequence[Evaluation]], None]
 
 
-class AskTellStrategy(DirectStrategy):
+class AskTellStrategy(SearchStrategy):
     """A search by an (ask, tell) pair."""
 
     anytime: ClassVar[bool] = True
 
     @abstractmethod
-    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+    def pair(self, search: Begun, seed: int) -> AskTell:
         """Make the optimizer of a search that has begun, whose start is evaluated."""
 
     def least_queries(self, dim: int, starts: int = 1) -> int:
         """Return the smallest budget: the starts and one point."""
         return starts + 1
 
-    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
-        """Return what it asks (see `DirectStrategy`)."""
-        return partial(self._batches, seed)
-
-    def _batches(self, seed: int, search: DirectSearch) -> Batches:
+    def batches(self, task: FinetuneTask, seed: int, search: Begun) -> Batches:
+        """Ask for what the optimizer does, and tell it (see `SearchStrategy`)."""
         ask, tell = self.pair(search, seed)
         while True:
             proposed, answers = ask(), Answers()
             while len(answers) < len(proposed):
                 some = proposed[len(answers) :][: search.left]  # none, as an empty batch, until more may be spent
                 answers = Answers((*answers, *(yield from search.ask(some.to(search.start)))))
-            if answers.evaluated:
-                worst = max((each for _, each in answers.evaluated), key=lambda each: each.cost)
-                tell(answers.points_as(proposed), [each.evaluation or worst for each in answers])
+            if evaluations := answers.evaluations:
+                tell(answers.points_as(proposed), evaluations)
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ class CMAES(AskTellStrategy):
         """Return the smallest budget in d dimensions: the starts and a population, whose size is cma's own."""
         return starts + 4 + int(3 * math.log(dim))
 
-    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+    def pair(self, search: Begun, seed: int) -> AskTell:
         """Make the optimizer (see `AskTellStrategy`)."""
         import cma
 
@@ -191,7 +184,7 @@ class RandomSearch(AskTellStrategy):
         """
         check_above(0, std=self.std)
 
-    def pair(self, search: DirectSearch, seed: int) -> AskTell:
+    def pair(self, search: Begun, seed: int) -> AskTell:
         """Draw all points that may be asked for at once, the first n of them the same for every budget."""
         rng, start = generator(seed, "random_search"), search.start.double().cpu()
 

@@ -6,8 +6,9 @@ goes on once all of it is answered. So what it finds depends on the answers alon
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -96,21 +97,15 @@ class Answers(tuple[Answer, ...]):
         return torch.stack([each.at.phi for each in self])
 
     @property
-    def known(self) -> Tensor:
-        """Which were evaluated and not given up, ``n``."""
-        return torch.tensor([each.evaluation is not None for each in self])
-
-    @property
     def evaluated(self) -> list[tuple[Tensor, Evaluation]]:
         """Each phi that was evaluated, ``d``, with the metric's evaluation."""
         return [(each.at.phi, each.evaluation) for each in self if each.evaluation is not None]
 
     @property
-    def costs(self) -> Tensor:
-        """The costs, ``n``, float64; a point that was given up counts like the worst of its batch."""
-        worst = max((evaluation.cost for _, evaluation in self.evaluated), default=math.inf)
-        costs = [worst if each.evaluation is None else each.evaluation.cost for each in self]
-        return torch.tensor(costs, dtype=torch.float64)
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations; for a point that was given up the worst of the others stands in. Empty if all were."""
+        worst = max((each for _, each in self.evaluated), key=lambda each: each.cost, default=None)
+        return [] if worst is None else [each.evaluation or worst for each in self]
 
     def points_as(self, proposed: Tensor) -> Tensor:
         """Return the points, ``n x d``, in the precision in which they were proposed: the proposals where they agree.
@@ -127,13 +122,14 @@ class Answers(tuple[Answer, ...]):
 Batches = Generator[list[Start], Answers, None]
 
 
-class Begun(Visited, ABC):
-    """A search that has begun.
+class Begun(Visited):
+    """A search that has begun; by default its end is the best of the evaluated points.
 
     Args:
         start: Where it begins, phi_0 with its tensors and settings, which all that it asks for has too.
         budget: Returns how many evaluations it may ask for.
-        known: Points that were evaluated before, ``d`` each, the start's phi among them.
+        known: Points that were evaluated before, ``d`` each, the start's phi among them; they are not asked again.
+        algorithm: What it asks after the start was evaluated, a function of this object.
 
     Attributes:
         reached: The best along a line through the start, ``d``, which was chosen before; None without one.
@@ -141,21 +137,27 @@ class Begun(Visited, ABC):
 
     reached: Tensor | None = None
 
-    def __init__(self, start: Start, budget: Budget, known: Known = ()) -> None:
+    def __init__(self, start: Start, budget: Budget, known: Known, algorithm: "Algorithm") -> None:
         super().__init__(start.phi, known)
-        self.at, self.budget = start, budget
+        self.at, self.budget, self._algorithm = start, budget, algorithm
 
-    @abstractmethod
     def batches(self) -> Batches:
-        """The algorithm: yield one batch after another, and be sent the answers."""
+        """Yield the start unless it is known, then what the algorithm asks, and be sent the answers."""
+        if not self.points:
+            yield from self.ask(self.start[None])
+        yield from self._algorithm(self)
 
-    @abstractmethod
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return where the search stands, from all that it was sent; it goes on as if nobody had looked.
+
+        That is the best evaluated point, the first of equals, of those that satisfy the constraints if any do.
 
         Args:
             answers: What is known of the batch that it waits for.
         """
+        now = self.with_more(answers.evaluated)
+        point, best = now.points[now.best_seen()], now.evaluations[now.best_seen()]
+        return SearchResult(point, best, tuple(now.evaluations), torch.stack(now.points), len(now.points))
 
     def ask(self, points: Tensor) -> Generator[list[Start], Answers, Answers]:
         """Ask for points, ``n x d``, note what is found there, and return it."""
@@ -177,42 +179,8 @@ class Begun(Visited, ABC):
         return None
 
 
-class DirectSearch(Begun):
-    """A direct search that has begun, whose end is the best of the evaluated points.
-
-    Args:
-        start: See `Begun`, as for ``budget`` and ``known``.
-        budget: How many evaluations it may ask for.
-        algorithm: What it asks after the start was evaluated, a function of this object.
-        known: What was evaluated before, the start among it; it is not asked again.
-    """
-
-    def __init__(self, start: Start, budget: Budget, algorithm: "Algorithm", known: Known = ()) -> None:
-        super().__init__(start, budget, known)
-        self._algorithm = algorithm
-
-    def batches(self) -> Batches:
-        """Ask for the start unless it is known, then go on by the algorithm."""
-        if not self.points:
-            yield from self.ask(self.start[None])
-        yield from self._algorithm(self)
-
-    def towards_mean(self, centres: Sequence[Tensor]) -> Batches:
-        """Spend what is left on points from the last centre to the mean of the later half of the centres."""
-        last, mean = centres[-1], torch.stack(list(centres[(len(centres) - 1) // 2 :])).mean(0)
-        while self.left:
-            shares = torch.linspace(0, 1, self.left + 1)[1:].tolist()
-            yield from self.ask(torch.stack([torch.lerp(last, mean, share) for share in shares]))
-
-    def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
-        """Return the best evaluated point, the first of equals, of those that satisfy the constraints if any do."""
-        now = self.with_more(answers.evaluated)
-        point, best = now.points[now.best_seen()], now.evaluations[now.best_seen()]
-        return SearchResult(point, best, tuple(now.evaluations), torch.stack(now.points), len(now.points))
-
-
-# What a direct search asks for, of the search that has begun.
-Algorithm: TypeAlias = Callable[[DirectSearch], Batches]
+# What a search asks for, once it has begun.
+Algorithm: TypeAlias = Callable[[Any], Batches]
 
 
 class SearchStrategy(ABC):
@@ -237,7 +205,6 @@ class SearchStrategy(ABC):
             starts: Number of starts whose cost is asked first, phi = 0 among them.
         """
 
-    @abstractmethod
     def begin(self, task: FinetuneTask, start: Start, budget: Budget, *, known: Known = (), seed: int = 0) -> Begun:
         """Begin a search; the task's metric is not evaluated.
 
@@ -251,8 +218,13 @@ class SearchStrategy(ABC):
             seed: Seed of all draws.
 
         Raises:
-            AdapterError: The loss is no scalar, or has no gradient in phi, or there is none and the search needs one.
+            AdapterError: The loss is no scalar, or has no gradient in phi.
         """
+        return Begun(start, budget, known, partial(self.batches, task, seed))
+
+    def batches(self, task: FinetuneTask, seed: int, search: Begun) -> Batches:
+        """Yield what a search asks after its start was evaluated, and be sent the answers."""
+        raise NotImplementedError
 
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
         """Return what follows from a number of evaluations in d dimensions.
@@ -269,24 +241,9 @@ class SearchStrategy(ABC):
 
         Raises:
             AdapterError: It needs a loss, and there is none.
+            ModuleNotFoundError: It needs a package that is missing.
         """
 
     def identity(self) -> dict[str, Any]:
         """Return what the search depends on, as JSON, to tell a run from others."""
         return {"search": repr(self)}
-
-
-class DirectStrategy(SearchStrategy):
-    """A strategy of searches whose ends are the best of the evaluated points (`DirectSearch`)."""
-
-    @abstractmethod
-    def algorithm(self, task: FinetuneTask, seed: int) -> Algorithm:
-        """Return what a search asks after its start was evaluated.
-
-        Raises:
-            AdapterError: As from `begin`.
-        """
-
-    def begin(self, task: FinetuneTask, start: Start, budget: Budget, *, known: Known = (), seed: int = 0) -> Begun:
-        """Begin a search (see `SearchStrategy`)."""
-        return DirectSearch(start, budget, self.algorithm(task, seed), known)

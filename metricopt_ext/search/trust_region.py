@@ -129,7 +129,7 @@ class GuidedSearch(Begun):
     def __init__(
         self, search: GuidedTrustRegion, task: FinetuneTask, start: Start, budget: Budget, known: Known, seed: int
     ) -> None:
-        super().__init__(start, budget, known)
+        super().__init__(start, budget, known, GuidedSearch._asked)
         self.search = search
         self.worst, self.signature = task.metric.worst, task.adapter.signature
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
@@ -137,10 +137,8 @@ class GuidedSearch(Begun):
         self.ahead: dict[int, tuple[float, float, float]] = {}
         self._ending: Answers | None = None  # once the end of a budget is asked for, what is found there
 
-    def batches(self) -> Batches:
-        """Ask for the start, then for what f proposes, and last for the end; again if there are more queries."""
-        if not self.points:
-            yield from self.ask(self.start[None])
+    def _asked(self) -> Batches:
+        """Ask for what f proposes, and last for the end; again if there are more queries."""
         proposals, proposed = self._proposals(), self.start[None][:0]
         while True:
             budget = self.budget()

@@ -11,7 +11,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
-from metricopt_ext.search.strategy import Answer, Answers, Batches, DirectSearch, SearchStrategy
+from metricopt_ext.search.strategy import Answer, Answers, Batches, Begun, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
@@ -38,11 +38,11 @@ def test_other_points_than_asked_are_taken_as_told(quadratic: Callable[..., Any]
 
 
 def test_a_search_that_broke_does_not_look_like_one_that_is_over(quadratic: Callable[..., Any]) -> None:
-    def algorithm(search: DirectSearch) -> Batches:
+    def algorithm(search: Begun) -> Batches:
         yield from search.ask(search.start[None] + 1)
         raise FloatingPointError("the loss is not finite")
 
-    asking = asking_of(DirectSearch(Start(quadratic().origin()), lambda: 31, algorithm).batches())
+    asking = asking_of(Begun(Start(quadratic().origin()), lambda: 31, (), algorithm).batches())
     for _ in range(2):
         (trial,) = asking.ask()
         asking.tell(trial.id, Evaluation(1.0))
@@ -74,8 +74,8 @@ def test_what_is_told_again_must_be_the_same(quadratic: Callable[..., Any]) -> N
 def test_answers() -> None:
     evaluations = (Evaluation(0.5), None, Evaluation(0.7))
     told = Answers(Answer(Start(torch.tensor([float(i)])), each) for i, each in enumerate(evaluations))
-    assert told.costs.tolist() == [0.5, 0.7, 0.7]
-    assert told.known.tolist() == [True, False, True]
+    assert told.evaluations == [Evaluation(0.5), Evaluation(0.7), Evaluation(0.7)]
+    assert Answers(told[1:2]).evaluations == []
     assert [evaluation for _, evaluation in told.evaluated] == [Evaluation(0.5), Evaluation(0.7)]
     own = torch.tensor([[0.0 + 1e-12], [1.0], [2.5]], dtype=torch.float64)
     assert told.points_as(own).tolist() == [[0.0], [1.0], [2.0]]
