@@ -113,27 +113,19 @@ def planned_lines(
         ranks: What is least of the best of the fixed starts, by name; None where they are yet to be asked, so that the
             plan is of what may be asked at most.
     """
-    places = {name: _places(line, fixed, base) for name, line in lines.items()}
-    leads_to = {name: _leads_to(line, places[name]) for name, line in lines.items()}
-    asked = [name for name, end in leads_to.items() if ranks is None or not end or ranks[end] < ranks["start"]]
-    holds, taken = dict.fromkeys(lines, tuple[str, ...]()), {"start"}
-    for name in asked:
-        holds[name] = tuple(each for each in places[name] if each not in taken)
-        taken |= places[name].keys()
-    shares = dict(zip(asked, line_queries(queries, [len(holds[name]) for name in asked], spare), strict=True))
-    return {name: PlannedLine(shares.get(name, 0), holds[name], leads_to[name]) for name in lines}
-
-
-def _places(line: StartLine, fixed: Mapping[str, Start], base: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the t of those fixed starts that lie on a line, by name."""
-    places = PlacesOnLine(line, base)
-    return {name: t for name, start in fixed.items() if (t := places.of(start)) is not None}
-
-
-def _leads_to(line: StartLine, places: Mapping[str, float]) -> str:
-    """Return the fixed start at a line's end if the model as it was trained is at the other; else ""."""
-    opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
-    return next((name for name, t in places.items() if t == opposite), "")
+    plans, taken = dict[str, PlannedLine](), {"start"}
+    for name, line in lines.items():
+        on_line = PlacesOnLine(line, base)
+        places = {each: t for each, start in fixed.items() if (t := on_line.of(start)) is not None}
+        opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
+        end = next((each for each, t in places.items() if t == opposite), "")
+        plans[name] = PlannedLine(0, (), end)
+        if ranks is None or not end or ranks[end] < ranks["start"]:
+            plans[name] = PlannedLine(1, tuple(each for each in places if each not in taken), end)
+            taken |= places.keys()
+    asked = [name for name, plan in plans.items() if plan.queries]
+    shares = line_queries(queries, [len(plans[name].holds) for name in asked], spare)
+    return plans | {name: plans[name]._replace(queries=share) for name, share in zip(asked, shares, strict=True)}
 
 
 def along_line(
@@ -231,11 +223,16 @@ class SettingsStage:
         """Yield starts with other settings, and be sent what became of them."""
         for name in self.settings.alone:
             setting, best = self.settings[name], self.best
-            if setting.values is not None:
-                yield from self._outwards(setting, best.start) if setting.ordered else self._each(setting, best.start)
-            elif (line := self._line(setting, best.start)) is not None:
-                known = [OnLine(_share(setting, best.start), *best[1:])]
-                yield from line_search(line, min(INTERVAL, self._for_lines), known, self._asked)
+            if setting.values is None:
+                if (line := self._line(setting, best.start)) is not None:
+                    known = [OnLine(_share(setting, best.start), best.start, best.evaluation)]
+                    yield from line_search(line, min(INTERVAL, self._for_lines), known, self._asked)
+            elif setting.ordered:
+                numbers = sorted(setting.values, key=float)
+                yield from self._outwards([_with(best.start, setting, number) for number in numbers])
+            else:
+                starts = self._new([_with(best.start, setting, value) for value in setting.values])
+                yield from self._asked(starts[: min(OUTWARDS, self._for_lines)])
         yield from self._asked(self._presets()[: self._left])
 
     def _line(self, setting: Setting, best: Start) -> StartLine | None:
@@ -250,26 +247,17 @@ class SettingsStage:
         low, high = _around(here, lambda t: self._affords(whole.at(t)))
         return None if low == high else StartLine(whole.at, low, high, beside(low, high, here))
 
-    def _each(self, setting: Setting, best: Start) -> Asked:
-        """Ask for each value, one by one."""
-        assert setting.values is not None
-        return self._asked(self._new([_with(best, setting, value) for value in setting.values])[: self._of_values])
-
-    def _outwards(self, setting: Setting, best: Start) -> Asked:
-        """Ask for numbers outwards from the best so far while they gain."""
-        assert setting.values is not None
-        left = self._of_values
-        starts = [_with(best, setting, value) for value in sorted(setting.values, key=float)]
-        numbers = [each.settings[setting.name] for each in starts]
-        began = numbers.index(best.settings[setting.name])
-        near = self._new([starts[i] for i in (began - 1, began + 1, began + 2) if 0 <= i < len(starts)])[:left]
-        while near:
+    def _outwards(self, starts: Sequence[Start]) -> Batches:
+        """Ask for starts in order, outwards from the best so far, while they gain."""
+        order = [each.settings for each in starts]
+        left, began = min(OUTWARDS, self._for_lines), order.index(self.best.start.settings)
+        near = [starts[at] for at in (began - 1, began + 1, began + 2) if 0 <= at < len(starts)]
+        while near := self._new(near)[:left]:
             yield from self._asked(near)
             left -= len(near)
-            now = numbers.index(self.best.start.settings[setting.name])
-            further = now + (1 if now > began else -1)
-            near = self._new(starts[further : further + 1])[:left] if now != began and further >= 0 else []
-        return []
+            now = order.index(self.best.start.settings)
+            step = (now > began) - (now < began)  # 0 where nothing gained: its next is known then
+            near = list(starts[max(0, now + step) :][:1])
 
     def _presets(self) -> list[Start]:
         """Return the presets on the best so far that may be asked, each once."""
@@ -299,10 +287,6 @@ class SettingsStage:
     def _for_lines(self) -> int:
         """How many queries are left for settings alone, presets aside."""
         return max(0, self._left - min(len(self._presets()), math.floor(PRESETS * self.queries)))
-
-    @property
-    def _of_values(self) -> int:
-        return min(OUTWARDS, self._for_lines)
 
     def _new(self, starts: Sequence[Start]) -> list[Start]:
         """Return those starts that were not asked for, and whose inference takes no longer than it may, each once."""
