@@ -12,7 +12,6 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of
-from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Spectrum
 
 # The first two are asked a tenth of the interval to each side of the start: half of an adjustment of [-2.5, 2.5].
@@ -56,18 +55,11 @@ def line_search(
         queries: How many may be answered besides those that are known, at least 0.
         known: What is known on it, the start of the search first; what is answered is added.
         ask: Asks for starts.
-
-    Raises:
-        ValueError: A t is not on the line, or ``queries`` is no integer of at least 0.
     """
-    check_integer(0, queries=queries)
-    interval, most = (line.low, line.high), len(known) + queries
-    for each in known:
-        if not line.low <= each.t <= line.high:
-            raise ValueError(f"t is {each.t}, outside the line's interval {interval}; widen it, or leave that t out")
+    most = len(known) + queries
     times = first_times(line, known)[:queries]
     while len(known) < most:
-        times = times or [next_time(interval, known)]
+        times = times or [next_time(line, known)]
         starts = [line.at(t) for t in times]
         found = yield from ask(starts)
         told = zip(times, starts, found, strict=True)
@@ -93,30 +85,30 @@ def beside(low: float, high: float, t: float) -> tuple[float, ...]:
     return tuple(side for side in (t + step, t - step) if low <= side <= high)
 
 
-def next_time(interval: tuple[float, float], known: Sequence[OnLine]) -> float:
-    """Return the t in an interval at which f's mean less its standard deviation is least, and nothing is known yet.
+def next_time(line: StartLine, known: Sequence[OnLine]) -> float:
+    """Return the t on a line at which f's mean less its standard deviation is least, and nothing is known yet.
 
     While the metric does not vary, that is the t that is furthest from all that is known.
 
     Args:
-        interval: Least and largest t.
+        line: The line.
         known: What is known, one at least.
     """
-    grid = torch.linspace(*interval, CANDIDATES, dtype=torch.float64)
-    apart = (grid[:, None] - torch.tensor([each.t for each in known], dtype=torch.float64)).abs().amin(1)
-    f = fit(interval, known)
-    bound = -apart if f is None else f.members(grid[:, None])[:, 0] - f.std(grid[:, None])
-    bound[apart < NEAR * (interval[1] - interval[0])] = math.inf
+    grid = torch.linspace(line.low, line.high, CANDIDATES, dtype=torch.float64)[:, None]
+    apart = (grid - _column(known).T).abs().amin(1)
+    f = fit(line, known)
+    bound = -apart if f is None else f.members(grid)[:, 0] - f.std(grid)
+    bound[apart < NEAR * (line.high - line.low)] = math.inf
     return float(grid[bound.argmin()])
 
 
-def best_known(interval: tuple[float, float], known: Sequence[OnLine]) -> int:
+def best_known(line: StartLine, known: Sequence[OnLine]) -> int:
     """Return the index of what is known with the least f, which smooths luck over neighbours; the first of equals."""
-    f = fit(interval, known)
-    return 0 if f is None else int(f.members(_column([each.t for each in known])).argmin())
+    f = fit(line, known)
+    return 0 if f is None else int(f.members(_column(known)).argmin())
 
 
-def fit(interval: tuple[float, float], known: Sequence[OnLine]) -> GPValueFunction | None:
+def fit(line: StartLine, known: Sequence[OnLine]) -> GPValueFunction | None:
     """Return a Gaussian process of t, ``n x 1``, conditioned on what is known; None if the metric does not vary there.
 
     Mean and amplitude are in closed form, length scale and noise are those of the highest marginal likelihood times
@@ -125,11 +117,11 @@ def fit(interval: tuple[float, float], known: Sequence[OnLine]) -> GPValueFuncti
     cost = torch.tensor([each.evaluation.cost for each in known], dtype=torch.float64)
     if cost.min() == cost.max():
         return None
-    typical = TYPICAL * (interval[1] - interval[0])
+    typical = TYPICAL * (line.high - line.low)
     learner = GPLearner(typical / math.sqrt(2), Spectrum.flat(1), exponents=(0.0,))  # all directions are this one
     noise = noise_of([each.evaluation for each in known])
-    return learner(_column([each.t for each in known]), cost, least_noise=noise)
+    return learner(_column(known), cost, least_noise=noise)
 
 
-def _column(times: Sequence[float]) -> Tensor:
-    return torch.tensor(times, dtype=torch.float64)[:, None]
+def _column(known: Sequence[OnLine]) -> Tensor:
+    return torch.tensor([each.t for each in known], dtype=torch.float64)[:, None]

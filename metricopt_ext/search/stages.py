@@ -154,7 +154,7 @@ def along_line(
     known = [OnLine(t, each.start, each.evaluation) for each in points if (t := places.of(each.start)) is not None]
     before = len(known)
     yield from line_search(line, queries, known, partial(_asked, name, points))
-    at = best_known((line.low, line.high), known)
+    at = best_known(line, known)
     ranks = [rank(each.evaluation) for each in known]
     if isinstance(ranks[at], tuple) and ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
         at = ranks.index(min(ranks))

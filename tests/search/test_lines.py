@@ -23,7 +23,6 @@ from metricopt_ext.search.lines import (
 )
 from metricopt_ext.tasks.evaluation import Evaluation
 
-INTERVAL = (-2.5, 2.5)
 Cost = Callable[[float], float]
 
 
@@ -56,11 +55,11 @@ def wavy(t: float) -> float:
 
 def test_next_is_where_mean_less_deviation_is_least() -> None:
     told = known(wavy, -2.0, -0.5, 0.0, 0.7, 1.9)
-    f, grid = fit(INTERVAL, told), torch.linspace(*INTERVAL, CANDIDATES, dtype=torch.float64)
+    f, grid = fit(line(), told), torch.linspace(-2.5, 2.5, CANDIDATES, dtype=torch.float64)
     assert f is not None
     bound = {float(t): float(f.members(t[None, None]) - f.std(t[None, None])) for t in grid}
     free = {t: b for t, b in bound.items() if all(abs(t - other) >= NEAR * 5 for other in (each.t for each in told))}
-    assert next_time(INTERVAL, told) == min(free, key=lambda t: free[t])
+    assert next_time(line(), told) == min(free, key=lambda t: free[t])
 
 
 def test_what_is_known_is_not_asked_again() -> None:
@@ -74,7 +73,7 @@ def test_what_is_known_is_not_asked_again() -> None:
 def test_the_optimum_of_a_bowl_is_found_within_six_queries(optimum: float) -> None:
     """Within a tenth of an adjustment; the grid's own step is half of that."""
     found = searched(lambda t: (t - optimum) ** 2, 6)
-    assert abs(found[best_known(INTERVAL, found)].t - optimum) < 0.1
+    assert abs(found[best_known(line(), found)].t - optimum) < 0.1
     assert len(found) == 7
 
 
@@ -97,9 +96,9 @@ def test_what_nobody_answers_ends_it() -> None:
 
 def test_a_flat_metric_is_asked_far_from_what_is_known() -> None:
     found = searched(lambda t: 0.25, 4)
-    assert fit(INTERVAL, found) is None
+    assert fit(line(), found) is None
     assert [abs(each.t) for each in found[3:]] == [2.5, 2.5]
-    assert best_known(INTERVAL, found) == 0
+    assert best_known(line(), found) == 0
 
 
 def test_noise_that_repeats_show_is_the_least_of_f() -> None:
@@ -107,7 +106,7 @@ def test_noise_that_repeats_show_is_the_least_of_f() -> None:
     cost: Cost = lambda t: (t - 0.5) ** 2 - (2.0 if t == -1.5 else 0.0)  # noqa: E731
     times = (0.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0)
     told = known(cost, *times, noise=1.5)
-    f = fit(INTERVAL, told)
+    f = fit(line(), told)
     assert f is not None
     assert f.noise_std >= 1.5
-    assert f.noise_std > 2 * fit(INTERVAL, known(lambda t: (t - 0.5) ** 2, *times)).noise_std  # type: ignore[union-attr]
+    assert f.noise_std > 2 * fit(line(), known(lambda t: (t - 0.5) ** 2, *times)).noise_std  # type: ignore[union-attr]
