@@ -26,28 +26,11 @@ def orthonormal_basis(gradients: Tensor) -> tuple[Tensor, Tensor]:
     return (directions * independent[..., None]).mT, independent.sum(-1).to(gradients.dtype)
 
 
-def apply_covariance(basis: Tensor, rank: Tensor, vector: Tensor) -> Tensor:
-    """Multiply by the search covariance Sigma = I/(2d) + U U^T/(2k) (Eq. 3).
-
-    k is the rank, so that tr Sigma = 1; without any direction, Sigma = I/d keeps that trace.
-
-    Args:
-        basis: U of `orthonormal_basis`.
-        rank: Number of its non-zero columns, ``...``, or another k to divide by.
-        vector: ``... x d``.
-
-    Returns:
-        Sigma times the vector, ``... x d``.
-    """
-    d = vector.shape[-1]
-    inside = (basis @ (basis.mT @ vector[..., None])).squeeze(-1)
-    rank = rank[..., None]
-    guided = vector / (2 * d) + inside / (2 * rank.clamp(min=1))
-    return torch.where(rank > 0, guided, vector / d)
-
-
 def analytic_direction(gradient: Tensor, history: Tensor) -> Tensor:
     """Return 2 Sigma grad f, the expectation of Eq. 4's estimate u_t as s^2 goes to 0 (exact for a linear f).
+
+    Sigma = I/(2d) + U U^T/(2k) is the search covariance (Eq. 3). k is the rank of the history, so that tr Sigma = 1;
+    without any direction, Sigma = I/d keeps that trace.
 
     Args:
         gradient: grad f at phi, ``... x d``.
@@ -57,7 +40,9 @@ def analytic_direction(gradient: Tensor, history: Tensor) -> Tensor:
         The direction to descend against, ``... x d``.
     """
     basis, rank = orthonormal_basis(history)
-    return 2 * apply_covariance(basis, rank, gradient)
+    d, rank = gradient.shape[-1], rank[..., None]
+    inside = (basis @ (basis.mT @ gradient[..., None])).squeeze(-1)
+    return torch.where(rank > 0, gradient / d + inside / rank.clamp(min=1), 2 * gradient / d)
 
 
 def perturbations(basis: Tensor, rank: Tensor, count: int, scale: float, generator: torch.Generator) -> Tensor:
