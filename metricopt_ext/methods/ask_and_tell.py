@@ -308,14 +308,6 @@ class Search:
         """
         return self._run.assessment(self._asking, most, seconds)
 
-    def moved(self) -> str:
-        """Say how many points on file are not those that the search would ask for today; empty if all are."""
-        return self._asking.moved()
-
-    def outcome(self) -> Result:
-        """Return what `result` does, and leave the model and the folder as they are."""
-        return self._run.outcome(self._asking)
-
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
 
@@ -327,7 +319,7 @@ class Search:
             FileFormatError: The folder was removed or replaced, or left by `close` and changed by another process; the
                 model is as it was.
         """
-        result = self.outcome()
+        result = self._run.outcome(self._asking)
         with self.folder.held(self._asking.log.check_unchanged):  # before the model is another
             self.task.adapter.apply(result.start_of(result.chosen))
             self.folder.keep(self.task, result)
