@@ -12,7 +12,6 @@ from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.utils.words import counted
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
 
 # Hyper-parameters are chosen anew once there are this many times as many points as at the last time.
@@ -38,7 +37,7 @@ class Visited:
 
     Args:
         start: phi_0, ``d``.
-        known: What was evaluated before, the start among it.
+        known: What was evaluated before, the start among it; empty if nothing was.
 
     Attributes:
         points: The visited phi, ``d`` each, in the order in which they were asked.
@@ -46,16 +45,11 @@ class Visited:
         limits: The metric's constraints; None without any.
         chosen: The hyper-parameters of f, 0, and of each constraint's process, from 1 on, and of how many points they
             were chosen.
-
-    Raises:
-        ValueError: Something is known, and the start is not among it.
     """
 
     limits: Limits | None = None
 
     def __init__(self, start: Tensor, known: Known = ()) -> None:
-        if known and not any(torch.equal(point, start) for point, _ in known):
-            raise ValueError(f"known has {counted(len(known), 'point')} without the start; add it, or leave known out")
         self.start = start
         self.points = [point for point, _ in known]
         self.evaluations = [evaluation for _, evaluation in known]
@@ -204,10 +198,8 @@ class Aim(NamedTuple):
 
     def log_feasible(self, phi: Tensor) -> Tensor:
         """Return the logarithm of the probability that all constraints hold at phi, ``m x d``, as if independent."""
-        found = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
-        for excess in self.excesses:
-            found = found + log_below_zero(excess, phi.double())
-        return found
+        none = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
+        return sum((log_below_zero(excess, phi.double()) for excess in self.excesses), none)
 
     def order(self) -> Tensor:
         """Return the indices of the points that f is fitted to and where constraints hold, the best first.

@@ -111,6 +111,3 @@ def test_the_end_respects_the_constraints(quadratic: Callable[..., Any]) -> None
     assert torch.equal(begun.end().phi, other)
     begun.limits = Limits.of(parse_constraints({"size": "<= start + 1"}, "distance"), known[1][1])
     assert torch.equal(begun.end().phi, start)  # the other is better, but too large
-    assert_refused(
-        lambda: RandomSearch().begin(task, Start(start), lambda: 31, known=known[:1]), ValueError, "known", "1"
-    )
