@@ -308,8 +308,9 @@ class SearchRun:
 
         None if it predicted nothing yet.
         """
-        spearman = None if self._search is None else self._search.quality()
-        return None if self._search is None or spearman is None else (len(self._search.points), spearman)
+        if self._search is None or (quality := self._search.quality()) is None:
+            return None
+        return len(self._search.points), quality.spearman
 
     @property
     def _began(self) -> Began:

@@ -20,6 +20,7 @@ from metricopt_ext.search.visited import Known, Visited
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.gp import GPValueFunction
+from metricopt_ext.value.value_function import Quality
 
 # Returns how many evaluations a search may ask for in all, those of what was known among them; that may grow.
 Budget: TypeAlias = Callable[[], int]
@@ -174,8 +175,8 @@ class Begun(Visited):
         """Evaluations that it may still ask for."""
         return self.budget() - len(self.points)
 
-    def quality(self) -> float | None:
-        """Return the Spearman correlation of what f predicted with what was found; None without an f that did."""
+    def quality(self) -> Quality | None:
+        """Return how well f predicted what was queried since; None without an f, or if it predicted nothing yet."""
         return None
 
 

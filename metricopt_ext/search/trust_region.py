@@ -20,7 +20,7 @@ from metricopt_ext.search.descent import descend
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import Answers, Batches, Begun, Budget, SearchResult, SearchStrategy
 from metricopt_ext.search.visited import Aim, Known
-from metricopt_ext.tasks.evaluation import stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import fault_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -135,7 +135,7 @@ class GuidedSearch(Begun):
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
         self.ahead: dict[int, tuple[float, float, float]] = {}
-        self._ending: Answers | None = None  # once the end of a budget is asked for, what is found there
+        self._ending: list[tuple[Tensor, Evaluation]] | None = None  # once its own end is asked for, what is there
 
     def _asked(self) -> Batches:
         """Ask for what f proposes, and last for the end; again if there are more queries."""
@@ -149,8 +149,8 @@ class GuidedSearch(Begun):
                 yield from self.ask(batch)
             if self.varies():
                 mean_of_best = self._mean_of_best(self._aim(last=True))
-                self._ending = Answers()
-                self._ending = yield self.starts(mean_of_best[None])
+                self._ending = []
+                self._ending = (yield self.starts(mean_of_best[None])).evaluated
             while self.budget() == budget:
                 yield []
             self._ending = None
@@ -257,20 +257,15 @@ class GuidedSearch(Begun):
         predicted = torch.tensor([self.ahead[each] for each in at], dtype=torch.float64).view(-1, 3)
         return predicted, self.cost[at].cpu()
 
-    def _quality(self) -> Quality | None:
+    def quality(self) -> Quality | None:
         """Return how well was predicted what was queried since; None if nothing was."""
         predicted, true = self._predicted()
         return measure_ahead(predicted, true, self.started[1].cost) if len(true) else None
 
-    def quality(self) -> float | None:
-        """Return the Spearman correlation of what f predicted with what was found; None if f predicted nothing yet."""
-        quality = self._quality()
-        return None if quality is None else quality.spearman
-
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
         now = self.with_more(answers.evaluated if self._ending is None else [])
-        own = [] if self._ending is None else self._ending.evaluated
+        own = self._ending or []
         predicted, true = now._predicted()
         result = SearchResult(
             *now.started,
@@ -293,7 +288,7 @@ class GuidedSearch(Begun):
         if now.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
             point, evaluation = now.points[seen], now.evaluations[seen]
         aim.f.set_domain(aim.f.points, centre=point, reaching=self.start)
-        aim.f.quality, aim.f.signature = now._quality() or aim.f.quality, self.signature
+        aim.f.quality, aim.f.signature = now.quality() or aim.f.quality, self.signature
         fitted = now.fitted()
         began = self.start if self.reached is None else self.reached
         halves = None if fault_of_halves(now.evaluations) else stacked_halves([now.evaluations[at] for at in fitted])

@@ -101,7 +101,9 @@ def test_the_quality_so_far_is_the_rank_correlation_of_what_was_predicted(quadra
     batches_of(begun.batches(), judge)
     predicted = begun.end().predicted
     assert len(predicted) > 4
-    assert begun.quality() == pytest.approx(spearmanr(*predicted.T).statistic)
+    quality = begun.quality()
+    assert quality is not None
+    assert quality.spearman == pytest.approx(spearmanr(*predicted.T).statistic)
 
 
 # --- One search has the ends of all ------------------------------------------------------------------------------
@@ -131,8 +133,6 @@ def test_known_points_count_but_are_not_asked_again(quadratic: Callable[..., Any
     assert torch.equal(end.points[:2], torch.stack([other, start]))
     assert list(end.evaluations[:2]) == [evaluation for _, evaluation in known]
     assert_same(next(iter(ends(SEARCH, quadratic(), start, [30], known=known[1:]))), run(quadratic(), start, 30))
-    assert_refused(lambda: list(ends(SEARCH, task, start, [30], known=known[:1])), ValueError, "known", "1")
-    assert task.queries == 28
 
 
 # --- The design --------------------------------------------------------------------------------------------------
