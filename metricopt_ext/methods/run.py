@@ -183,10 +183,7 @@ class SearchRun:
         batches, answers, shared = search.batches(), None, 0  # the budget at which a part of the way was asked for
         while True:
             with self._standing():
-                try:
-                    starts = batches.send(answers)  # type: ignore[arg-type]
-                except StopIteration:  # as of a direct search, whose budget is spent
-                    starts = []
+                starts = batches.send(answers)  # type: ignore[arg-type]
             self._over = not starts
             if starts:
                 self._part = None

@@ -133,20 +133,21 @@ class Begun(Visited):
         algorithm: What it asks after the start was evaluated, a function of this object.
 
     Attributes:
-        reached: The best along a line through the start, ``d``, which was chosen before; None without one.
+        reached: The best along a line through the start, ``d``, which was chosen before; without one the start.
     """
-
-    reached: Tensor | None = None
 
     def __init__(self, start: Start, budget: Budget, known: Known, algorithm: "Algorithm") -> None:
         super().__init__(start.phi, known)
         self.at, self.budget, self._algorithm = start, budget, algorithm
+        self.reached = start.phi
 
     def batches(self) -> Batches:
-        """Yield the start unless it is known, then what the algorithm asks, and be sent the answers."""
+        """Yield the start unless it is known, then what the algorithm asks, and be sent the answers; never ends."""
         if not self.points:
             yield from self.ask(self.start[None])
         yield from self._algorithm(self)
+        while True:
+            yield []
 
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return where the search stands, from all that it was sent; it goes on as if nobody had looked.

@@ -165,7 +165,10 @@ class GuidedSearch(Begun):
             design = self._design(search.batch + search.batch % 2, SCALES if far else SCALES[:1])
             yield design.points
         unit = self.widened * self.learner.scale * math.sqrt(len(self.start))
-        radius, centre, began = self._first_radius(design), -1, 0
+        # Around the last design if that was as wide as the metric reacts, else as wide as the pair of the best point.
+        scale = self._scales(design).get(self.best_seen(), SCALES[-1])
+        radius = LARGEST_FIRST if self.widened > 1 else min(LARGEST_FIRST, FIRST_RADIUS * scale)
+        centre, began = -1, 0
         while True:
             aim, latest = self._aim(), centre
             centre = int(aim.order()[0])
@@ -214,13 +217,6 @@ class GuidedSearch(Begun):
         chance = self.chance(centre, near)
         beyond = BEYOND * chance if math.isfinite(chance) else 0.0
         return mean(each.cost for each in near) - centre.cost > max(far, beyond)
-
-    def _first_radius(self, design: "_Design") -> float:
-        """Return the first radius, from the last design: around it if that was as wide as the metric reacts."""
-        if self.widened > 1:
-            return LARGEST_FIRST
-        scale = self._scales(design).get(self.best_seen(), SCALES[-1])
-        return min(LARGEST_FIRST, max(LEAST_RADIUS, FIRST_RADIUS * scale))
 
     def _aim(self, *, last: bool = False) -> Aim:
         """Fit what the search goes for to all that was visited (see `Visited.fit`)."""
@@ -278,21 +274,21 @@ class GuidedSearch(Begun):
         )
         if not now.varies():
             return result
-        aim, seen = now._aim(last=True), now.best_seen()
-        best = int(aim.order()[0])
-        point, evaluation = now.points[best], now.evaluations[best]
+        aim = now._aim(last=True)
+        visited = list(zip(now.points, now.evaluations, strict=True))
+        point, evaluation = visited[int(aim.order()[0])]
         chance = now.chance(evaluation, now.best_quarter())
         for mean_of_best, there in own:
             if now.as_good(there, evaluation, min(aim.f.noise_std, chance)):
                 point, evaluation = mean_of_best, there
-        if now.evaluations[seen].cost < evaluation.cost - chance:  # never where nothing tells chance
-            point, evaluation = now.points[seen], now.evaluations[seen]
+        seen = visited[now.best_seen()]
+        if seen[1].cost < evaluation.cost - chance:  # never where nothing tells chance
+            point, evaluation = seen
         aim.f.set_domain(aim.f.points, centre=point, reaching=self.start)
         aim.f.quality, aim.f.signature = now.quality() or aim.f.quality, self.signature
         fitted = now.fitted()
-        began = self.start if self.reached is None else self.reached
         halves = None if fault_of_halves(now.evaluations) else stacked_halves([now.evaluations[at] for at in fitted])
-        climbed = 0.0 if halves is None else climb_of_chance(aim.f, halves, began, point)
+        climbed = 0.0 if halves is None else climb_of_chance(aim.f, halves, self.reached, point)
         return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted, climbed=climbed)
 
 
