@@ -94,8 +94,7 @@ class UpdateRule(nn.Module):
         super().__init__()
         check_integer(2, hidden=hidden)
         check_above(0, step=step)
-        self.hidden, self.step = int(hidden), float(step)
-        self.sees_loss, self.sees_metric = bool(sees_loss), bool(sees_metric)
+        self.hidden, self.step, self.sees_loss, self.sees_metric = hidden, step, sees_loss, sees_metric
         self.weights = nn.Parameter(self._initial(seed))
 
     def _initial(self, seed: int) -> Tensor:
@@ -402,16 +401,16 @@ class LearnedOptimizer(PhiOptimizer):
             ValueError: A number is not finite.
         """
         check_finite(loss=loss, cost=cost)
-        known = {name: float(each) for name, each in {"loss": loss, "cost": cost}.items() if each is not None}
-        self.state[self.param_groups[0]["params"][0]].update(known)
+        state = self.state[self.param_groups[0]["params"][0]]
+        state.update({name: float(each) for name, each in {"loss": loss, "cost": cost}.items() if each is not None})
 
     def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
         """Return the next phi, ``d`` (see `PhiOptimizer`)."""
-        known = {"loss": math.nan, "cost": math.nan, **state} | ({} if loss is None else {"loss": float(loss)})
-        state.pop("loss", None)
+        told = state.pop("loss", math.nan)
+        known = {"loss": told if loss is None else float(loss), "cost": state.get("cost", math.nan)}
         sees = {"loss": self.rule.sees_loss, "cost": self.rule.sees_metric}
         missing = [name for name, seen in sees.items() if seen and math.isnan(known[name])]
-        memory = Memory(*(state[name] for name in Memory._fields)) if "gradient" in state else None
+        memory = Memory(*state["memory"]) if "memory" in state else None
         if missing and memory is None:
             names = " and ".join(missing)
             warnings.warn(
@@ -420,8 +419,8 @@ class LearnedOptimizer(PhiOptimizer):
                 BlindWarning,
                 stacklevel=5,
             )
-        now, cost = (phi.new_tensor(known[name]) for name in sees)
+        now, cost = map(phi.new_tensor, known.values())
         change, memory = self.rule.propose(phi, gradient, now, cost, memory)
-        state.update(memory._asdict())
+        state["memory"] = tuple(memory)
         lr: float = self.param_groups[0]["lr"]
         return phi + lr * change
