@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.constrained import Constrained, besides, decide_within, ranked
+from metricopt_ext.methods.constrained import Constrained, besides, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
 from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.result import with_so_little_data
@@ -212,8 +211,7 @@ class SettingsRun(ProgramRun):
         at = Start(torch.zeros(0))
         ((_, first),) = yield Batch([at], "starts", [BEFORE])
         assert first is not None
-        rank = partial(ranked, limits=Limits.of(self.constraints, first))
-        stage = SettingsStage(self.settings, at, first, queries, rank)
+        stage = SettingsStage(self.settings, at, first, queries, Limits.of(self.constraints, first))
         yield from labelled(stage.batches(), "settings", BEFORE)
         return stage.best.start
 

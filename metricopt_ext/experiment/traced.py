@@ -6,8 +6,8 @@ from torch import nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.experiment.method import Meter, Reached
-from metricopt_ext.methods.constrained import ranked
 from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.ledger import Ledger

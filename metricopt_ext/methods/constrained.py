@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from metricopt_ext.methods.guard import Decision
+from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.utils.words import decimals
@@ -142,11 +143,6 @@ def decide_within(
     if len(holding) > 1:  # a start that the search began from
         return on_starts(holding)
     return Decision(trained, on_end(candidates).verdict)
-
-
-def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
-    """Return what is least of the best evaluation: one that violates a constraint is behind all that violate none."""
-    return limits is not None and not limits.hold(evaluation), evaluation.cost
 
 
 def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:

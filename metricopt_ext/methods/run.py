@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
-from metricopt_ext.methods.constrained import best_of, ranked
+from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.ending import Began, decided, guarded
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
@@ -20,6 +19,7 @@ from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.search.asking import Asking, Batch, Run, labelled
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage, along_line, planned_lines
 from metricopt_ext.search.strategy import Answers, Begun, SearchStrategy
+from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
@@ -119,15 +119,15 @@ class SearchRun:
     def _along_lines(self) -> Run[None]:
         base = self.task.adapter.base_state_dict()
         spare = self.planned - held_back(self.strategy, self.task.metric) - self._least
-        ranks = {name: self._rank(each) for name, each in self.evaluated.items()}
+        ranks = {name: ranked(each, self.limits) for name, each in self.evaluated.items()}
         planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks)
         fixed, bests = list(self.points), list[Point]()
         for name, line in self._lines.items():
             if not planned[name].queries:
                 continue
-            best = min([*fixed, *bests], key=lambda each: self._rank(each.evaluation)).start
+            best = min([*fixed, *bests], key=lambda each: ranked(each.evaluation, self.limits)).start
             found = yield from labelled(
-                along_line(name, line, planned[name].queries, self.points, best, base, self._rank), "starts", name
+                along_line(name, line, planned[name].queries, self.points, best, base, self.limits), "starts", name
             )
             if found is not None:
                 bests.append(found[0])
@@ -155,7 +155,7 @@ class SearchRun:
         at, asked = self.starts[self.started], len(self.points)
         left = self.planned - self._for_what_is_kept()
         most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
-        stage = self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self._rank)
+        stage = self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self.limits)
         yield from labelled(stage.batches(), SETTINGS, self.started)
         if accepted(stage, self._confidence):
             _, self.starts[SETTINGS], self.evaluated[SETTINGS] = stage.best
@@ -215,9 +215,6 @@ class SearchRun:
     def _spent_before(self) -> int:
         """Return how many evaluations were made before the search, those that were given up not among them."""
         return len(self.points) + (0 if self._settings is None else self._settings.spent)
-
-    def _rank(self, evaluation: Evaluation) -> Any:
-        return ranked(evaluation, self.limits)
 
     @contextmanager
     def _standing(self) -> Iterator[None]:

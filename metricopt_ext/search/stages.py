@@ -16,6 +16,8 @@ from torch import Tensor
 from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
 from metricopt_ext.search.lines import Asked, OnLine, beside, best_known, line_search
 from metricopt_ext.search.strategy import Answers, Batches
+from metricopt_ext.search.visited import ranked
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 
@@ -34,9 +36,6 @@ PRESETS = 1 / 2
 
 # The name of what is asked of settings, and of the start that a search has where these were tuned.
 SETTINGS = "settings"
-
-# What is least of the best evaluation.
-Rank = Callable[[Evaluation], Any]
 
 
 class Point(NamedTuple):
@@ -129,7 +128,13 @@ def planned_lines(
 
 
 def along_line(
-    name: str, line: StartLine, queries: int, points: list[Point], best: Start, base: Mapping[str, Tensor], rank: Rank
+    name: str,
+    line: StartLine,
+    queries: int,
+    points: list[Point],
+    best: Start,
+    base: Mapping[str, Tensor],
+    limits: Limits | None,
 ) -> Generator[list[Start], Answers, tuple[Point, float] | None]:
     """Look along a line of starts: its ``first`` t, then where a Gaussian process may be least (`line_search`).
 
@@ -142,7 +147,7 @@ def along_line(
         points: What is known, the model as it was trained first; what is answered is added.
         best: The best start so far.
         base: What a start does not replace, by name (`Adapter.base_state_dict`).
-        rank: What is least of the best evaluation.
+        limits: The metric's constraints; None without any.
 
     Returns:
         Its best, by the process, and the t of that; None where that was known before.
@@ -155,8 +160,8 @@ def along_line(
     before = len(known)
     yield from line_search(line, queries, known, partial(_asked, name, points))
     at = best_known(line, known)
-    ranks = [rank(each.evaluation) for each in known]
-    if isinstance(ranks[at], tuple) and ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
+    ranks = [ranked(each.evaluation, limits) for each in known]
+    if ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
         at = ranks.index(min(ranks))
     return (Point(name, known[at].start, known[at].evaluation), known[at].t) if at >= before else None
 
@@ -186,7 +191,7 @@ class SettingsStage:
         at: The start, whose settings are the first values; what it does not say is what a run begins with.
         first: The metric's evaluation there.
         queries: Queries that it may ask for, at most those of the settings.
-        rank: What is least of the best evaluation; by default its cost.
+        limits: The metric's constraints; None without any.
 
     Attributes:
         points: What is known, the first values before; each start has a value for every setting.
@@ -199,9 +204,9 @@ class SettingsStage:
         at: Start,
         first: Evaluation,
         queries: int | None = None,
-        rank: Rank = lambda evaluation: evaluation.cost,
+        limits: Limits | None = None,
     ) -> None:
-        self.settings, self.rank = settings, rank
+        self.settings, self.limits = settings, limits
         self.queries = settings.queries if queries is None else min(queries, settings.queries)
         self.points = [Point("", self._complete(at), first)]
         self.given_up: list[Start] = []
@@ -212,7 +217,7 @@ class SettingsStage:
     @property
     def best(self) -> Point:
         """The best of what is known, the first of equals."""
-        return min(self.points, key=lambda each: self.rank(each.evaluation))
+        return min(self.points, key=lambda each: ranked(each.evaluation, self.limits))
 
     @property
     def spent(self) -> int:

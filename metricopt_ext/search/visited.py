@@ -32,6 +32,11 @@ REACTING = 0.25
 Known: TypeAlias = Sequence[tuple[Tensor, Evaluation]]
 
 
+def ranked(evaluation: Evaluation, limits: Limits | None) -> tuple[bool, float]:
+    """Return what is least of the best evaluation: one that violates a constraint is behind all that violate none."""
+    return limits is not None and not limits.hold(evaluation), evaluation.cost
+
+
 class Visited:
     """What a search has queried, and the value functions fitted to it.
 
@@ -99,14 +104,11 @@ class Visited:
 
     def best_seen(self) -> int:
         """Return the index of the least cost, the first of equals, where the constraints hold if they do anywhere."""
-        return min(range(len(self.points)), key=lambda at: self._rank(self.evaluations[at]))
+        return min(range(len(self.points)), key=lambda at: ranked(self.evaluations[at], self.limits))
 
     def as_good(self, evaluation: Evaluation, other: Evaluation, slack: float) -> bool:
         """Whether an evaluation is as good as another one, up to a slack in cost; violating constraints is worse."""
-        return self._rank(evaluation) <= (not self.holds(other), other.cost + slack)
-
-    def _rank(self, evaluation: Evaluation) -> tuple[bool, float]:
-        return not self.holds(evaluation), evaluation.cost
+        return ranked(evaluation, self.limits) <= (not self.holds(other), other.cost + slack)
 
     def chance(self, evaluation: Evaluation, among: Sequence[Evaluation]) -> float:
         """Return the standard deviation of what is chance in the difference of an evaluation from others.

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsRun
 from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import Batches
+from metricopt_ext.search.visited import ranked
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.program_score import Printed, ProgramScore
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -42,9 +44,9 @@ class Scripted:
     scripted: Sequence[Sequence[dict[str, Any]]] = ()
 
     def __init__(
-        self, settings: ProgramSettings, at: Start, first: Evaluation, queries: int, rank: Callable[[Evaluation], Any]
+        self, settings: ProgramSettings, at: Start, first: Evaluation, queries: int, limits: Limits | None
     ) -> None:
-        self.queries, self.told, self.rank = queries, [(settings.defaults, first)], rank
+        self.queries, self.told, self.limits = queries, [(settings.defaults, first)], limits
         type(self).last = self  # type: ignore[attr-defined]
 
     def batches(self) -> Batches:
@@ -54,7 +56,7 @@ class Scripted:
 
     @property
     def best(self) -> Point:
-        values, evaluation = min(self.told, key=lambda each: self.rank(each[1]))
+        values, evaluation = min(self.told, key=lambda each: ranked(each[1], self.limits))
         return Point("", Start(torch.zeros(0), settings=values), evaluation)
 
 
