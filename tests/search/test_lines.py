@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.search.lines import (
+from metricopt_ext.search.stages import (
     CANDIDATES,
     FIRST,
     NEAR,
