@@ -20,6 +20,7 @@ from metricopt_ext.search.strategy import Answers, Batches, Begun, SearchStrateg
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.extras import require
 from metricopt_ext.utils.seeding import generator
 
 
@@ -150,6 +151,10 @@ class CMAES(AskTellStrategy):
     def least_queries(self, dim: int, starts: int = 1) -> int:
         """Return the smallest budget in d dimensions: the starts and a population, whose size is cma's own."""
         return starts + 4 + int(3 * math.log(dim))
+
+    def check(self, task: FinetuneTask) -> None:
+        """Refuse to search without the package (see `SearchStrategy`)."""
+        require("cma")
 
     def pair(self, search: Begun, seed: int) -> AskTell:
         """Make the optimizer (see `AskTellStrategy`)."""

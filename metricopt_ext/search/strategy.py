@@ -235,7 +235,8 @@ class SearchStrategy(ABC):
             BudgetError: It is too small; the message says how many are needed.
         """
         if evaluations < (least := self.least_queries(dim, starts)):
-            raise BudgetError(f"{evaluations} queries are too few: {type(self).__name__} needs {least} in d = {dim}")
+            needed = f"{type(self).__name__} in {dim} dimensions of phi needs at least {least}"
+            raise BudgetError(f"{evaluations} queries are too few: {needed}")
         return {"queries": evaluations}
 
     def check(self, task: FinetuneTask) -> None:  # noqa: B027 (a search may have nothing to refuse)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import metricopt_ext as mo
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.methods.evaluating import searched
@@ -71,6 +73,14 @@ def test_a_task_without_a_loss_is_refused_at_once_by_what_needs_one(quadratic: M
     CMAES().check(without)
     GuidedES().check(task)
     assert task.queries == without.queries == 0
+
+
+def test_without_its_package_it_is_refused_before_a_query(quadratic: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = quadratic()
+    monkeypatch.setattr("metricopt_ext.utils.extras.find_spec", lambda name: None)
+    search = partial(mo.optimize_metric, task, queries=30, strategy=CMAES())
+    assert_refused(search, ModuleNotFoundError, "cma", "pip install")
+    assert task.queries == 0
 
 
 # --- Settings ------------------------------------------------------------------------------------------------
