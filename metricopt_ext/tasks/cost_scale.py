@@ -1,6 +1,7 @@
 """What the values of a black box mean as costs."""
 
 import math
+from collections.abc import Mapping, Set
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -81,7 +82,9 @@ def _checked(bounds: Any) -> tuple[float, float]:
         ValueError: They are none.
     """
     try:
-        low, high = map(number_of, bounds)
+        if isinstance(bounds, str | Set | Mapping):  # of text, or without an order
+            raise TypeError
+        low, high = (number_of(bound) for bound in bounds if not isinstance(bound, str))
     except (TypeError, ValueError):
         low = high = math.nan
     if not (low < high and math.isfinite(high - low)):

@@ -188,7 +188,9 @@ class Metric(CostScale):
             phi = Adapter(model).phi.detach()
         except AdapterError:
             phi = torch.zeros(0)  # without an adapter it has no numbers
-        return self.ask(partial(self.judge, model, settings), purpose, model, Start(phi))
+        return self.ask(
+            partial(self.judge, model, *([] if settings is None else [settings])), purpose, model, Start(phi)
+        )
 
     def ask(self, judged: Callable[[], Evaluation], purpose: str, item: Any, at: Start) -> Evaluation:
         """Return an evaluation that is on file, or else has to be made; one query, or as many as it is repeated.
@@ -305,7 +307,10 @@ class Metric(CostScale):
             raise MetricError(f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name")
         if name == self.name and isinstance(halves, str) and not self._lacked:
             self._lacked = True
-            warnings.warn(f"metric {name!r} has no halves, as {halves}, so a gain may be chance", stacklevel=4)
+            warnings.warn(
+                f"metric {name!r} reports no halves, as {halves}; a gain can't be told from chance by them",
+                stacklevel=4,
+            )
         return Outcome(value, pairs)
 
 

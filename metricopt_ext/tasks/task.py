@@ -368,7 +368,7 @@ class FinetuneTask:
         model = self.adapter.model
         try:
             with self.in_force(start.settings, model) as values:
-                return self.metric.judge(model, values)
+                return self.metric.judge(model, *([] if values is None else [values]))  # a subclass may take no more
         except MetricError as error:
             place = [where, f"|phi| = {start.phi.norm():.3g}", _shown(self.values_of(start.settings))]
             raise type(error)(f"{error} ({', '.join(filter(None, place))})") from error

@@ -96,6 +96,8 @@ def test_rounding_beyond_a_bound_is_the_bound() -> None:
         ({"function": lambda a, b: 0.0}, ValueError, ("'b'",)),
         ({"maximize": "min"}, ValueError, ("maximize", "min")),
         ({"bounds": (0, math.inf)}, ValueError, ("bounds=None",)),
+        ({"bounds": "01"}, ValueError, ("bounds", "01")),
+        ({"bounds": {0, 1}}, ValueError, ("bounds",)),
         ({"repeats": 0}, ValueError, ("repeats", "0")),
         ({"also": {"f1": constant(1)}}, ValueError, ("'f1'",)),
         ({"subject_to": {"a": "> 1"}}, ValueError, ("subject_to", "1")),
@@ -326,8 +328,8 @@ def test_functions_besides_are_asked_when_looked_at_alone_and_cost_nothing() -> 
 
 def test_what_is_derived_from_a_subclass_judges_as_it_does() -> None:
     class Halved(Metric):
-        def judge(self, model: nn.Module, settings: Any = None) -> Evaluation:
-            found = super().judge(model, settings)
+        def judge(self, model: nn.Module) -> Evaluation:  # type: ignore[override]
+            found = super().judge(model)
             return found._replace(value=found.value / 2)
 
     metric = Halved(constant(0.2), maximize=True)
