@@ -319,9 +319,9 @@ def test_validation_metric(tiny_config: Any, squares: Callable[..., DetectionSet
         return MetricOptTrainer.build_metric(tiny_config("fpn", "BN", *options))
 
     metric = metric_on(5)
-    assert metric.cost(Oracle(data, known=8), "test") == 0
-    assert metric.cost(Oracle(data, known=0), "test") == 1
-    assert 0 < metric_on(0).cost(Oracle(data, known=4), "test") < 1
+    assert metric.evaluate(Oracle(data, known=8), "test").value == 100
+    assert metric.evaluate(Oracle(data, known=0), "test").value == 0
+    assert 0 < metric_on(0).evaluate(Oracle(data, known=4), "test").value < 100
     assert metric.name == "squares/bbox/AP50"
     with_file = MetadataCatalog.get("squares")
     with_file.set(json_file="all.json", evaluator_type="coco")

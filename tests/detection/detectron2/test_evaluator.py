@@ -138,7 +138,7 @@ def test_a_detector_that_finds_nothing_has_an_ap50_of_0(masks: Any, tasks: Any) 
     masks.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 1.0
     evaluator = COCOEvaluator("masks", tasks, output_dir=masks.OUTPUT_DIR)
     loader, model = MetricOptTrainer.build_test_loader(masks, "masks"), trained(masks)
-    assert ap50_metric(loader, evaluator, result="segm/AP50").judge(model).cost == 1
+    assert ap50_metric(loader, evaluator, result="segm/AP50").judge(model).value == 0
     with pytest.raises(MetricError, match=r"COCOEvaluator.*segm/AP51.*'bbox/AP50'"):
         ap50_metric(loader, evaluator, result="segm/AP51").judge(model)
 
