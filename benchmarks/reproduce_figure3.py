@@ -141,7 +141,7 @@ def run_seed(
         return {name: values(judge, end) for name, judge in judges.items()}
 
     def values(judge: Any, points: Tensor) -> list[float]:
-        return [each.value for each in judge.evaluate_at(points, "figure 3")]
+        return [judge.evaluate(point, "figure 3").value for point in points]
 
     judges = {"validation": ready.task, "test": ready.task.judged_by(ready.test_metric)}
     new = observed(ready, settings, range(FRESH, FRESH + held_out), seed)

@@ -337,7 +337,6 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
     """
     check_checkpoints(search, task, [queries], 1)
     search.check(task)
-    task.check_loss(seed, 1)
     there = replace(task.adapter.as_start(), phi=start)
     begun = search.begin(task, there, lambda: queries, seed=seed)
     kept = task.metric.log or Log(None, task.metric)

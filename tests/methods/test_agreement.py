@@ -57,7 +57,7 @@ for name, (function, options, right) in METRICS.items():
         said = str(error)
     assert said == right if isinstance(right, int) else right in str(said), (name, said)
 assert len(calls) == 2  # the first point, and one of the two others
-assert Metric(summed, maximize=True).evaluate(nn.Identity(), "test").cost == 0.5  # each point together, not joined
+assert Metric(summed, maximize=True).evaluate(nn.Identity(), "test").value == 0.5  # each point together, not joined
 dist.destroy_process_group()
 print(f"rank {own} is done")
 """
