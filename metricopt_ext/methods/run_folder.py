@@ -37,7 +37,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path: Path | None = None if path is None else Path(path).absolute()  # a metric may change the directory
-        self.identity = identity
+        self.identity: dict[str, Any] = identity
         self._held: Held | None = None
         self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
 

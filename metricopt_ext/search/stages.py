@@ -323,9 +323,10 @@ class SettingsStage:
         queries: int | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.settings, self.limits = settings, limits
-        self.queries = settings.queries if queries is None else min(queries, settings.queries)
-        self.points = [Point("", self._complete(at), first)]
+        self.settings: Settings = settings
+        self.limits: Limits | None = limits
+        self.queries: int = settings.queries if queries is None else min(queries, settings.queries)
+        self.points: list[Point] = [Point("", self._complete(at), first)]
         self.given_up: list[Start] = []
 
     def _complete(self, start: Start) -> Start:

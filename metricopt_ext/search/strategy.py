@@ -138,8 +138,10 @@ class Begun(Visited):
 
     def __init__(self, start: Start, budget: Budget, known: Known, algorithm: "Algorithm") -> None:
         super().__init__(start.phi, known)
-        self.at, self.budget, self._algorithm = start, budget, algorithm
-        self.reached = start.phi
+        self.at: Start = start
+        self.budget: Budget = budget
+        self.reached: Tensor = start.phi
+        self._algorithm = algorithm
 
     def batches(self) -> Batches:
         """Yield the start unless it is known, then what the algorithm asks, and be sent the answers; never ends."""

@@ -55,9 +55,9 @@ class Visited:
     limits: Limits | None = None
 
     def __init__(self, start: Tensor, known: Known = ()) -> None:
-        self.start = start
-        self.points = [point for point, _ in known]
-        self.evaluations = [evaluation for _, evaluation in known]
+        self.start: Tensor = start
+        self.points: list[Tensor] = [point for point, _ in known]
+        self.evaluations: list[Evaluation] = [evaluation for _, evaluation in known]
         self.chosen: dict[int, tuple[int, Hyperparameters]] = {}
 
     def add(self, evaluated: Known) -> None:

@@ -75,7 +75,7 @@ class TensorBatches:
     def __init__(
         self, x: Tensor, y: Tensor, batch_size: int, *, balanced: bool = False, more: Sequence[Tensor] = ()
     ) -> None:
-        self.tensors = (x, y, *more)
+        self.tensors: tuple[Tensor, ...] = (x, y, *more)
         for each in self.tensors:
             if not hasattr(each, "device") or not each.ndim or getattr(each, "is_sparse", False):
                 raise DataError(f"batches are drawn from tensors, n x ..., and not sparse ones, got {brief(each)}")
