@@ -195,7 +195,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
             **outcome(task.metric, evaluated, decision, ends),
-            **of_learner(task.metric, evaluated, task.origin(), list(store)),
+            **of_learner(evaluated, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=Fit(f),

@@ -223,7 +223,7 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
         decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
         return Result(
             **outcome(task.metric, evaluated, decision, ends),
-            **of_learner(task.metric, evaluated, task.origin(), list(store)),
+            **of_learner(evaluated, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=Fit(learned.f),

@@ -48,7 +48,7 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
             )
         return Result(
             **outcome(task.metric, tuned.evaluations, Decision(tuned.chosen, tuned.verdict), tuned.ends),
-            **of_learner(task.metric, tuned.evaluations, task.origin(), list(store)),
+            **of_learner(tuned.evaluations, task.origin(), list(store)),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=fit,

@@ -328,13 +328,10 @@ def outcome(
     }
 
 
-def of_learner(
-    metric: Metric, candidates: Mapping[str, Evaluation], origin: Tensor, store: Sequence[Trajectory]
-) -> dict[str, Any]:
+def of_learner(candidates: Mapping[str, Evaluation], origin: Tensor, store: Sequence[Trajectory]) -> dict[str, Any]:
     """Return the fields of a `Result` that follow from a learner's origin and from the trajectories that it observed.
 
     Args:
-        metric: The run's.
         candidates: Evaluations by name, ``"start"`` among them.
         origin: phi = 0, ``d``, from where it begins.
         store: The trajectories.

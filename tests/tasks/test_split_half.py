@@ -10,7 +10,6 @@ from scipy.stats import spearmanr
 
 from metricopt_ext.methods.result import of_learner
 from metricopt_ext.tasks.evaluation import Evaluation, Pairs
-from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
     correlation_of_halves,
@@ -34,7 +33,7 @@ def test_correlation_is_that_of_the_starts() -> None:
     halves = rng.normal(size=(30, 1)) + 0.5 * rng.normal(size=(30, 2))
     trajectories = [trajectory(i % 3, [0, 10], [list(pair), [9.0, -9.0]]) for i, pair in enumerate(halves)]
     start = {"start": Evaluation(0.0)}
-    found = of_learner(Metric(lambda: 0.0, maximize=False), start, torch.zeros(2), trajectories)
+    found = of_learner(start, torch.zeros(2), trajectories)
     assert found["split_half"] == pytest.approx(spearmanr(*halves.T).statistic)
 
 
