@@ -395,7 +395,8 @@ class LearnedOptimizer(PhiOptimizer):
 
         Args:
             loss: The loss whose gradient that step takes; it is forgotten after it.
-            cost: The metric as a cost (`Metric.evaluate`), lower is better; it is held until the next one.
+            cost: The metric as the rule was trained on it, ``metric.normalised(metric.evaluate(model, purpose).cost)``:
+                within bounds from 0, the best, to 1. It is held until the next one.
 
         Raises:
             ValueError: A number is not finite.
