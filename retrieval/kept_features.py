@@ -2,18 +2,17 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.affine import weight_of
-from metricopt_ext.adapters.before_phi import cut_before_phi, why_uncut
-from metricopt_ext.adapters.calls import CONVOLUTIONS
-from metricopt_ext.adapters.sequence import Cut, attributes_of, modules_of, run
+from metricopt_ext.adapters.before_phi import Cut, cut_before
 from metricopt_ext.data.parts import part_size
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model, structure_of_model
@@ -29,25 +28,6 @@ def embed(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in x.split(part_size(x))])
 
 
-class _Cut(NamedTuple):
-    """A cut, and what tells whether the first part computes the same.
-
-    Attributes:
-        cut: The cut.
-        before: Has the modules and tensors that the first part uses, of the latest model.
-    """
-
-    cut: Cut
-    before: nn.Module
-
-    def state(self, model: nn.Module) -> str:
-        """Return what identifies all that the first part of a model depends on but its input."""
-        modules, tensors = modules_of(self.cut.before), attributes_of(self.cut.before)
-        self.before._modules = {name.replace(".", " "): model.get_submodule(name) for name in modules}
-        self.before._buffers = {name.replace(".", " "): _attribute(model, name) for name in tensors}
-        return f"{self.cut.before} {digest_of_model(self.before)}"
-
-
 class Cuts:
     """Where models are cut before phi, of the latest structures, and whether that is worth it.
 
@@ -57,10 +37,10 @@ class Cuts:
 
     def __init__(self, setting: str = "adapter.keep_gib") -> None:
         self.setting = setting
-        self._made: OrderedDict[str, _Cut | None] = OrderedDict()
+        self._made: OrderedDict[str, Cut | None] = OrderedDict()
         self._told = False
 
-    def of(self, model: nn.Module, structure: str, example: Tensor) -> _Cut | None:
+    def of(self, model: nn.Module, structure: str, example: Tensor) -> Cut | None:
         """Return where a model is cut; None where it is not, or where that is not worth it.
 
         Args:
@@ -69,14 +49,29 @@ class Cuts:
             example: An input, of one example.
         """
         if structure not in self._made:
-            cut = cut_before_phi(model)
-            worth = cut is not None and _is_worth(model, cut, example)
-            if not worth and (layer := _first_late_layer(model, example)):
-                self._tell(why_uncut(model, layer))
-            self._made[structure] = _Cut(cut, nn.Module()) if cut is not None and worth else None
+            self._made[structure] = self._cut(model, example)
             if len(self._made) > STRUCTURES:
                 self._made.popitem(last=False)
         return self._made[structure]
+
+    def _cut(self, model: nn.Module, example: Tensor) -> Cut | None:
+        try:
+            layer, before, whole = _work_before_phi(model, Adapter(model).layers, example)
+        except AdapterError:  # it has no phi
+            return None
+        if not before >= WORTH * whole > 0:
+            return None
+        try:
+            cut = cut_before(model, layer)
+        except AdapterError as error:
+            self._tell(str(error))
+            return None
+        with FlopCounterMode(display=False) as work:
+            features = cut.features(model, example)
+        if isinstance(features, Tensor) and work.get_total_flops() >= WORTH * whole:
+            return cut
+        self._tell(f"what comes before {layer!r} is no single tensor")
+        return None
 
     def leave_whole(self, structure: str, why: str) -> None:
         """Cut models of a structure no more."""
@@ -90,7 +85,7 @@ class Cuts:
                 f"what is computed before phi is not kept, as {why}: each query computes all of it. Make the forward"
                 f" pass one that torch.fx can trace, or place phi in a layer behind it; {self.setting}=0 turns"
                 " caching and this warning off",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -98,9 +93,9 @@ class KeptFeatures:
     """Embeds the same data by models with other phi, to the last bit as `embed` does.
 
     What comes before the first layer that phi acts on is computed once for each part of the data, and anew where
-    weights or BatchNorm's statistics there change. It is kept if it takes a fourth or more of what linear layers and
-    convolutions multiply in a pass. In training, with gradients, and where a model can't be cut (`cut_before_phi`), it
-    is run whole. Where it takes as much and can't be cut, one warning says so.
+    weights or BatchNorm's statistics there change. It is kept if it takes a fourth or more of what a pass multiplies.
+    In training, with gradients, and where a model can't be cut (`cut_before`), it is run whole. Where it takes as much
+    and can't be cut, one warning says so.
 
     Args:
         x: The data, ``n x ...``, which nothing may change.
@@ -122,16 +117,16 @@ class KeptFeatures:
         if not self.gib or trains(model) or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return embed(model, self.x)
         structure = structure_of_model(model)
-        if (made := self._cuts.of(model, structure, self.x[:1])) is None:
+        if (cut := self._cuts.of(model, structure, self.x[:1])) is None:
             return embed(model, self.x)
-        cut, state = made.cut, f"{made.state(model)} {circumstances(self.x.device)}"
+        state = f"{cut.state(model)} {circumstances(self.x.device)}"
         kept = self._kept.setdefault(state, {})
         self._kept.move_to_end(state)
         size, found = part_size(self.x), list[Tensor]()
         for at in range(0, len(self.x), size):
-            features = kept[at] if at in kept else run(model, cut.before, cut.given, self.x[at : at + size], cut.kept)
+            features = kept[at] if at in kept else cut.features(model, self.x[at : at + size])
             changes = features._version
-            found.append(run(model, cut.after, cut.kept, features))
+            found.append(cut.output(model, features))
             if features._version != changes:  # in place: it can't be used again
                 self._cuts.leave_whole(structure, "it is changed in place afterwards")
                 self._kept.clear()
@@ -178,7 +173,7 @@ class KeptPasses:
 
         Args:
             model: A model of one input.
-            before_phi: Whether all of it comes before phi; otherwise the part that does (`cut_before_phi`), if it is
+            before_phi: Whether all of it comes before phi; otherwise the part that does (`cut_before`), if it is
                 worth keeping (`Cuts`).
         """
         return _KeptPass(self, model, before_phi) if self.gib else model
@@ -206,11 +201,10 @@ class _KeptPass(nn.Module):
             self.state = self.state or digest_of_model(self.model)
             return self._kept(lambda: self.model(x), x)
         self.structure = self.structure or structure_of_model(self.model)
-        if (made := self.passes.cuts.of(self.model, self.structure, x[:1])) is None:
+        if (cut := self.passes.cuts.of(self.model, self.structure, x[:1])) is None:
             return self.model(x)
-        cut, self.state = made.cut, self.state or made.state(self.model)
-        features = self._kept(lambda: run(self.model, cut.before, cut.given, x, cut.kept), x)
-        return run(self.model, cut.after, cut.kept, features)
+        self.state = self.state or cut.state(self.model)
+        return cut.output(self.model, self._kept(lambda: cut.features(self.model, x), x))
 
     def _kept(self, make: Callable[[], Any], x: Tensor) -> Any:
         key, part = f"{self.state} {circumstances(x.device)}", digest_of([x])
@@ -223,55 +217,16 @@ class _KeptPass(nn.Module):
         return output.clone()
 
 
-def _is_worth(model: nn.Module, cut: Cut, example: Tensor) -> bool:
-    with _counted(model) as work:
-        features = run(model, cut.before, cut.given, example, cut.kept)
-        if not isinstance(features, Tensor):
-            return False
-        before = sum(work)
-        run(model, cut.after, cut.kept, features)
-    return before >= WORTH * sum(work) > 0
-
-
-def _first_late_layer(model: nn.Module, example: Tensor) -> str:
-    """Return the first layer that phi acts on if what comes before it is worth keeping; else nothing."""
+def _work_before_phi(model: nn.Module, layers: list[str], example: Tensor) -> tuple[str, int, int]:
+    """Return the layer of phi that a pass comes to first, and the floating-point operations up to it and of all."""
     reached = list[tuple[str, int]]()
-    try:
-        layers = {name: model.get_submodule(name) for name in Adapter(model).layers}
-    except AdapterError:
-        return ""
-    with _counted(model) as work:
-        handles = [
-            layer.register_forward_pre_hook(lambda *_, name=name: reached.append((name, sum(work))))
-            for name, layer in layers.items()
-        ]
-        try:
-            model(example)
-        finally:
-            for handle in handles:
-                handle.remove()
-    name, before = reached[0] if reached else ("", 0)
-    return name if before >= WORTH * sum(work) > 0 else ""
+    with FlopCounterMode(display=False) as work, ExitStack() as hooks:
+        for name in layers:
+            note = partial(_note, reached, name, work)
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(note, prepend=True))
+        model(example)
+    return *(reached[0] if reached else ("", 0)), work.get_total_flops()
 
 
-@contextmanager
-def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list to which each linear layer and convolution that is run adds how often it multiplies."""
-    work = list[int]()
-
-    def count(layer: nn.Module, inputs: Any, output: Any) -> None:
-        weight = weight_of(layer)
-        work.append(weight.numel() * output.numel() // weight.shape[0])
-
-    layers = [each for each in model.modules() if isinstance(each, (nn.Linear, *CONVOLUTIONS))]
-    handles = [each.register_forward_hook(count) for each in layers]
-    try:
-        yield work
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    owner, _, own = name.rpartition(".")
-    return getattr(model.get_submodule(owner), own)
+def _note(reached: list[tuple[str, int]], layer: str, work: FlopCounterMode, *_: Any) -> None:
+    reached.append((layer, work.get_total_flops()))
