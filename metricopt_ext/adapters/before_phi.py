@@ -1,5 +1,6 @@
 """What a model computes before phi: its forward pass, cut where the first layer that phi acts on begins."""
 
+import copy
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -65,7 +66,9 @@ def cut_before(model: nn.Module, layer: str) -> Cut:
     for depth in range(len(parts), 0, -1):
         first = ".".join(parts[:depth])
         try:
-            graph = _TracerTo(first).trace(model)
+            graph = _TracerTo(first).trace(copy.copy(model))
+            for node in graph.find_nodes(op="get_attr"):  # a tensor that forward makes is of the traced copy alone
+                attrgetter(node.target)(model)
         except Exception as error:  # of the model's own code, which meets what stands for its inputs
             why = f"torch.fx can't trace {type(model).__name__} to {layer!r} ({brief(error)})"
             continue

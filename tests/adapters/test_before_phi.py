@@ -119,6 +119,20 @@ def test_there_is_no_cut_where_the_forward_pass_depends_on_the_data() -> None:
     assert called(cut_before(inner, "1")) == ["0"], "a module that is run as a whole"
 
 
+class Shifted(Branches):
+    """Makes a tensor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.stem(x) - torch.tensor(0.5))
+
+
+def test_there_is_no_cut_where_the_forward_pass_makes_a_tensor_and_the_model_stays_as_it_is() -> None:
+    model = Shifted().eval()
+    held = set(vars(model))
+    assert_refused(lambda: cut_before(model, "body"), AdapterError, "torch.fx", "Shifted", "body")
+    assert set(vars(model)) == held
+
+
 class Second(nn.Module):
     """Uses what it is given besides."""
 
