@@ -1,6 +1,6 @@
 """What a model may hold beyond its base, the weights that it was trained to: a phi, and tensors in place of its own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,10 +11,6 @@ from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import check_finite
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief
-
-# A start lies on a line if each of its tensors is off by at most this share of its way along the line, or, where it
-# does not change along it, of its size.
-OFF_LINE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +53,18 @@ class Start:
         """Whether two starts replace the same tensors, so that their models differ in phi alone."""
         mine, theirs = self.tensors, other.tensors
         return mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
+
+    def is_same_model(self, other: "Start", base: Mapping[str, Tensor]) -> bool:
+        """Whether two starts make the same model with the same settings, whatever it counts.
+
+        Args:
+            other: The other start.
+            base: What a start does not replace, by name (`Adapter.base_state_dict`).
+        """
+        names = [name for name in {**self.tensors, **other.tensors} if base[name].is_floating_point()]
+        pairs = [(start.tensors.get(name, base[name]) for start in (self, other)) for name in names]
+        same = all(torch.equal(a.to(b), b) for a, b in ((self.phi, other.phi), *pairs))
+        return same and dict(self.settings) == dict(other.settings)
 
     @property
     def digest(self) -> str:
@@ -140,42 +148,3 @@ class StartLine:
             )
 
         return replace(self, at=at)
-
-
-class PlacesOnLine:
-    """Finds where starts lie on a line, by the straight way between its ends.
-
-    Args:
-        line: The line.
-        base: What a start does not replace, by name (`Adapter.base_state_dict`).
-    """
-
-    def __init__(self, line: StartLine, base: Mapping[str, Tensor]) -> None:
-        self._line, self._base = line, base
-        self._low, self._high = line.at(line.low), line.at(line.high)
-
-    def of(self, start: Start) -> float | None:
-        """Return a start's t; None if it does not lie on the line."""
-        low, high, found = self._low, self._high, list[float]()
-        for a, b, x in self._tensors(low, high, start):
-            if (way := float((b - a).square().sum())) > 0:
-                found.append(float(((x - a) * (b - a)).sum()) / way)
-        if not found or dict(start.settings) != dict(low.settings):
-            return None
-        t = self._line.low + sum(found) / len(found) * (self._line.high - self._line.low)
-        t = round(t, 6)  # in the tensors' precision a strength of 1 may come out as 0.99999994
-        if not self._line.low <= t <= self._line.high:
-            return None
-        for a, b, x, there in self._tensors(low, high, start, self._line.at(t)):
-            if not (x - there).norm() <= OFF_LINE * (a.norm() if bool((a == b).all()) else (b - a).norm()):
-                return None
-        return t
-
-    def _tensors(self, *starts: Start) -> Iterator[tuple[Tensor, ...]]:
-        """Yield phi, and each tensor with a fraction that one of the starts replaces, of all of them, in float64."""
-        yield tuple(each.phi.detach().cpu().double() for each in starts)
-        for name in sorted({name for each in (self._low, self._high, *starts) for name in each.tensors}):
-            own = tuple(each.tensors.get(name, self._base.get(name)) for each in starts)
-            assert all(each is not None for each in own)
-            if own[0].is_floating_point():  # type: ignore[union-attr]
-                yield tuple(each.detach().cpu().double() for each in own)  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ So each is looked at alone, from the best values so far on, and then a few prese
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.search.strategy import Answers, Batches
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Limits
@@ -231,8 +231,8 @@ def planned_lines(
     """
     plans, taken = dict[str, PlannedLine](), {"start"}
     for name, line in lines.items():
-        on_line = PlacesOnLine(line, base)
-        places = {each: t for each, start in fixed.items() if (t := on_line.of(start)) is not None}
+        known = known_on(line, fixed.values(), base)
+        places = {each: known[start] for each, start in fixed.items() if start in known}
         opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
         end = next((each for each, t in places.items() if t == opposite), "")
         plans[name] = PlannedLine(0, (), end)
@@ -242,6 +242,19 @@ def planned_lines(
     asked = [name for name, plan in plans.items() if plan.queries]
     shares = line_queries(queries, [len(plans[name].holds) for name in asked], spare)
     return plans | {name: plans[name]._replace(queries=share) for name, share in zip(asked, shares, strict=True)}
+
+
+def known_on(line: StartLine, starts: Collection[Start], base: Mapping[str, Tensor]) -> dict[Start, float]:
+    """Return the t of those starts that lie on a line, at a tenth of its way or where it asks first.
+
+    Args:
+        line: The line.
+        starts: The starts.
+        base: What a start does not replace, by name (`Adapter.base_state_dict`).
+    """
+    tenths = [line.low + tenth / 10 * (line.high - line.low) for tenth in range(10)]
+    places = ((t, line.at(t)) for t in (*tenths, line.high, *line.first))  # one by one, as each may be a whole model
+    return {start: t for t, there in places for start in starts if start.is_same_model(there, base)}
 
 
 def along_line(
@@ -270,10 +283,10 @@ def along_line(
         Its best, by the process, and the t of that; None where that was known before.
     """
     trained = points[0].start
-    if best is not trained and PlacesOnLine(line, base).of(trained) is not None:
+    if best is not trained and known_on(line, [trained], base):
         line = line.through(best)
-    places = PlacesOnLine(line, base)
-    known = [OnLine(t, each.start, each.evaluation) for each in points if (t := places.of(each.start)) is not None]
+    places = known_on(line, [each.start for each in points], base)
+    known = [OnLine(places[each.start], each.start, each.evaluation) for each in points if each.start in places]
     before = len(known)
     yield from line_search(line, queries, known, partial(_asked, name, points))
     at = best_known(line, known)

@@ -15,7 +15,7 @@ from helpers.tensors import rand32
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.adapter_file import FILE_FORMAT
 from metricopt_ext.adapters.attach import attach_film, load_adapter
-from metricopt_ext.adapters.start import PlacesOnLine, Start, StartLine
+from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.weights import same_bits
@@ -244,26 +244,25 @@ def test_what_is_no_start_or_line_is_refused(
     assert_refused(make, error, *names)
 
 
-def test_where_a_start_lies_on_a_line() -> None:
-    """Each tensor counts by itself, however much larger another is; what is not replaced is the base's."""
-    places = PlacesOnLine(along(), {"mean": torch.zeros(3), "other": torch.ones(2)})
-    assert places.of(Start(0 * WAY)) == 0
-    for t in (0.0, 1 / 3, 1.0, 2.0):
-        assert places.of(along().at(t)) == pytest.approx(t, abs=1e-6)
-    off = {
-        "beyond the end": along(3.0).at(2.5),
-        "phi off it": Start(WAY + torch.tensor([0.01, 0.0]), along().at(1.0).tensors),
-        "phi elsewhere on it": Start(0.5 * WAY, along().at(1.0).tensors),
-        "other tensors": Start(WAY, {**along().at(1.0).tensors, "other": torch.zeros(2)}),
-        "other settings": Start(WAY, along().at(1.0).tensors, {"flip": True}),
-    }
-    assert {name: places.of(start) for name, start in off.items()} == dict.fromkeys(off)
-    counted = Start(WAY, along().at(1.0).tensors | {"count": torch.tensor(7)})
-    assert PlacesOnLine(along(), {"mean": torch.zeros(3), "count": torch.tensor(3)}).of(counted) == 1
-    bent = StartLine(lambda t: Start(torch.tensor([t, t * t])), 0.0, 1.0)
-    curve = PlacesOnLine(bent, {})
-    assert curve.of(Start(torch.tensor([0.5, 0.5]))) is None  # on the straight way, which is not the line
-    assert curve.of(bent.at(1.0)) == 1
+def test_which_starts_are_the_same_model() -> None:
+    """What one does not replace is the base's; counts do not matter."""
+    base = {"mean": torch.zeros(3), "other": torch.ones(2), "count": torch.tensor(3)}
+    one = along().at(1.0)
+    for same in (
+        Start(WAY.double(), {**one.tensors, "other": torch.ones(2)}),
+        Start(WAY, {**one.tensors, "count": torch.tensor(7)}),
+    ):
+        assert one.is_same_model(same, base)
+        assert same.is_same_model(one, base)
+    assert Start(0 * WAY).is_same_model(along().at(0.0), base)
+    for other in (
+        Start(WAY + torch.tensor([0.01, 0.0]), one.tensors),
+        Start(WAY),
+        Start(WAY, {**one.tensors, "other": torch.zeros(2)}),
+        Start(WAY, one.tensors, {"flip": True}),
+    ):
+        assert not one.is_same_model(other, base)
+        assert not other.is_same_model(one, base)
 
 
 def test_a_line_goes_through_another_start() -> None:

@@ -23,11 +23,18 @@ from metricopt_ext import (
     batchnorm_start,
     optimize_metric,
 )
-from metricopt_ext.adapters.start import PlacesOnLine
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
-from metricopt_ext.methods.prior_starts import em_prior_start, em_priors, line_offsets, prior_line
+from metricopt_ext.methods.prior_starts import (
+    em_prior_start,
+    em_priors,
+    line_offsets,
+    moved_by,
+    prior_line,
+    prior_offsets,
+)
 from metricopt_ext.methods.starts import all_starts, reestimate_batchnorm
+from metricopt_ext.search.stages import known_on
 
 
 def task_of(model: nn.Module) -> FinetuneTask:
@@ -216,11 +223,8 @@ def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
             assert bool((found >= torch.minimum(own[name], end.tensors[name])).all())
         assert line.at(t).digest == start.digest
-    places = PlacesOnLine(line, own)
-    assert places.of(Start(task.origin())) == 0
-    assert places.of(end) == 1
-    assert places.of(line.at(0.3)) == pytest.approx(0.3, abs=1e-6)
-    assert places.of(Start(task.origin() + 1e-3, end.tensors)) is None
+    starts = [Start(task.origin()), end, line.at(0.75), Start(task.origin() + 1e-3, end.tensors)]
+    assert known_on(line, starts, own) == dict(zip(starts, (0, 1, 0.75), strict=False))
 
 
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -244,14 +248,18 @@ def added(adapter: Adapter, start: Start) -> Tensor:
 @pytest.mark.parametrize("scale", [1, 1 / 128])
 def test_the_strength_is_menons(scale: float) -> None:
     task = with_offsets(3)
-    line = prior_line(task, scale * torch.tensor([100.0, 30.0, 10.0]))
+    counts = scale * torch.tensor([100.0, 30.0, 10.0])
+    line = prior_line(task, counts)
     assert isinstance(line, StartLine)
     assert (line.low, line.high) == (-2.5, 2.5)
     log = torch.tensor([100.0, 30.0, 10.0]).double().log()
     for t in (-2.5, 0.0, 1.0, 1.7):
         expected = -t * (log - log.mean())
         torch.testing.assert_close(added(task.adapter, line.at(t)), expected.expand(200, 3), rtol=1e-9, atol=1e-9)
-        assert PlacesOnLine(line, task.adapter.base_state_dict()).of(line.at(t)) == pytest.approx(t, abs=1e-6)
+    starts = [Start(task.origin()), Start(moved_by(task.adapter, prior_offsets(counts))), line.at(1.7)]
+    assert known_on(line, starts, task.adapter.base_state_dict()) == dict(zip(starts, (0, 1), strict=False))
+    beside = line.through(starts[1])
+    assert known_on(beside, starts, task.adapter.base_state_dict()) == dict(zip(starts, (-1, 0), strict=False))
 
 
 def test_a_single_logit_moves_by_the_log_odds_or_by_one() -> None:
