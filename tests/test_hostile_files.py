@@ -14,7 +14,7 @@ from torch import nn
 
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_film, load_adapter
-from metricopt_ext.adapters.ingredients import files_of
+from metricopt_ext.adapters.checkpoints import files_of
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.arrays import read_array
 from metricopt_ext.detection.records import Annotated

@@ -13,8 +13,8 @@ from metricopt_ext.adapters.adapter import Adapter, refuse_wrapper
 from metricopt_ext.adapters.adapter_file import MATRIX, Described, read_adapter
 from metricopt_ext.adapters.affine import affine, channel_axis, weight_of
 from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
+from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
-from metricopt_ext.adapters.ingredients import Ingredients
 from metricopt_ext.adapters.layers import NORMS, matching, refuse_idle, unusable
 from metricopt_ext.adapters.logits_layer import logits_layer
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
@@ -296,7 +296,7 @@ def attach_mixture(
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
-    reader = Ingredients(model, entry)
+    reader = CheckpointReader(model, entry)
     if not floating(model):
         raise AdapterError(
             f"{type(model).__name__} has no floating numbers in its state dict, of which there are mixtures"
@@ -304,7 +304,7 @@ def attach_mixture(
     known: dict[str, dict[str, Tensor]] = {"the model": {}}  # what is not the model's, of each
     for number, each in enumerate(checkpoints):
         name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
-        read = reader.take(each, name) if isinstance(each, Mapping) else reader.read(Path(each))
+        read = reader.read(each if isinstance(each, Mapping) else Path(each), name)
         state = {key: value for key, value in reader.replaced(read).items() if has_mean(value)}
         for other, theirs in known.items():
             if state.keys() == theirs.keys() and all(same_bits(value, theirs[key]) for key, value in state.items()):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.ingredients import Ingredients
+from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.short_finetunes import Training, check_finetunes, short_finetunes
@@ -50,8 +50,8 @@ def soup_starts(
     to `optimize_metric` as ``starts``, and use neither unjudged.
 
     Files are read one by one and summed in float64, so memory does not grow with their number. Counts and indices are
-    taken from the first file; other weights without a mean, such as quantized ones, must be the model's. With LoRA, the
-    changes B A are averaged: the model's own A and B stay, and the difference is added to the weight that they act on.
+    taken from the first file; other weights without a mean, such as quantized ones, must be the model's. LoRA is to be
+    merged first.
 
     Args:
         task: The starts replace its model's weights, and finetunes begin from them.
@@ -73,7 +73,7 @@ def soup_starts(
         ValueError: Not exactly one of ``checkpoints`` and ``finetunes`` is given, or a number or name can't be.
         DataError: A file can't be read, or has not the model's tensors; the message has the file and the tensor.
         FileFormatError: A file is damaged, or ``output_dir`` has other finetunes.
-        AdapterError: LoRA is of a variant whose changes can't be averaged.
+        AdapterError: The model has LoRA that is not merged, or weights that are no tensors, as quantized layers do.
         BudgetError: The metric's own budget is too small for a greedy soup.
 
     Examples:
@@ -89,7 +89,7 @@ def soup_starts(
             folder = output_dir or temporary.enter_context(tempfile.TemporaryDirectory())
             given = check_finetunes(training, finetunes, share)
             files = short_finetunes(task, given, finetunes, share, seed, Path(folder), tell)
-        soup = _Soup(task, Ingredients(task.adapter.model, entry), files, recalibrate)
+        soup = _Soup(task, CheckpointReader(task.adapter.model, entry), files, recalibrate)
         found = {"uniform": soup.uniform()}  # which reads, and so checks, all before a query is asked
         if "greedy" in kinds:
             tell(f"greedy soup: {counted(len(files) * task.metric.repeats, 'query')}, of an average each")
@@ -136,41 +136,41 @@ class _Soup:
 
     Args:
         task: The task.
-        ingredients: Reads files, and makes starts.
+        reader: Reads files, and makes starts.
         files: The files.
         recalibrate: Inputs for BatchNorm's statistics, or None.
     """
 
     def __init__(
-        self, task: FinetuneTask, ingredients: Ingredients, files: Sequence[Path], recalibrate: Iterable[Any] | None
+        self, task: FinetuneTask, reader: CheckpointReader, files: Sequence[Path], recalibrate: Iterable[Any] | None
     ) -> None:
-        self.task, self.ingredients, self.files = task, ingredients, list(files)
+        self.task, self.reader, self.files = task, reader, list(files)
         self.inputs = list(recalibrate) if isinstance(recalibrate, Iterator) else recalibrate  # each average's own pass
         self.losses: dict[Path, float] = {}
         self.digests: dict[str, Path] = {}
 
     def uniform(self) -> Start:
         """Return the average of all; a warning says if the models share no basin."""
-        mean = Mean(self.ingredients.floating)
+        mean = Mean(self.reader.floating)
         for file in self.files:
-            state = self.ingredients.read(file)
+            state = self.reader.read(file)
             if (known := self.digests.setdefault(fingerprint(state), file)) is not file:
                 warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
-            if (loss := self._loss(self.ingredients.start(state))) is not None:
+            if (loss := self._loss(self.reader.start(state))) is not None:
                 self.losses[file] = loss
             mean.add(state)
             del state  # before the next one is read
-        plain_average = self.ingredients.start(mean.of())
+        plain_average = self.reader.start(mean.of())
         found = self._recalibrated(plain_average)
         self._check_basin([plain_average, found] if self.inputs is not None else [found])
         return found
 
     def greedy(self) -> Start:
         """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
-        mean, best, kept = Mean(self.ingredients.floating), float("inf"), None
+        mean, best, kept = Mean(self.reader.floating), float("inf"), None
         for file in sorted(self.files, key=lambda file: self.losses.get(file, 0.0)):
-            state = self.ingredients.read(file)
-            start = self._recalibrated(self.ingredients.start(mean.of(state)))
+            state = self.reader.read(file)
+            start = self._recalibrated(self.reader.start(mean.of(state)))
             cost = self.task.evaluate(start, "soups").cost
             if kept is None or cost <= best:
                 best, kept = cost, start
@@ -206,7 +206,7 @@ class _Soup:
         model = reestimate_batchnorm(bare, self.inputs)
         if model is None:
             return start
-        base = self.ingredients.base
+        base = self.reader.base
         buffers = {n: each for n, each in model.named_buffers() if n in base and not same_bits(each, base[n])}
         weights = {name: start.tensors[name] for name, _ in model.named_parameters() if name in start.tensors}
         return Start(start.phi, {**buffers, **weights})

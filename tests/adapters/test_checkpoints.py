@@ -13,7 +13,7 @@ from helpers.networks import BatchNormNet as Net
 from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
-from metricopt_ext.adapters.ingredients import Ingredients, files_of
+from metricopt_ext.adapters.checkpoints import CheckpointReader, files_of
 from metricopt_ext.errors import AdapterError, DataError
 
 
@@ -64,7 +64,7 @@ def written(kind: str, folder: Path, state: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize("kind", ["plain", "safetensors", "detectron2", "lightning", "ema", "folder", "shards"])
 def test_checkpoints_of_all_kinds_are_the_same_tensors(kind: str, tmp_path: Path) -> None:
     path = written(kind, tmp_path, state_of(1))
-    assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
+    assert equal(CheckpointReader(adapter_of().model).read(path), state_of(1))
 
 
 def test_a_folder_without_weights_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
@@ -87,20 +87,20 @@ def test_what_does_not_fit_is_refused_with_file_and_key(misfit: str, kind: str, 
     state, (change, names) = state_of(1), MISFITS[misfit]
     change(state)
     path = written(kind, tmp_path, state)
-    assert_refused(lambda: Ingredients(adapter_of().model).read(path), DataError, path.name, *names)
+    assert_refused(lambda: CheckpointReader(adapter_of().model).read(path), DataError, path.name, *names)
 
 
 def test_what_counts_batches_may_be_missing(tmp_path: Path) -> None:
     state = state_of(1)
     del state["norm.num_batches_tracked"]
-    assert equal(Ingredients(adapter_of().model).read(written("plain", tmp_path, state)), state)
+    assert equal(CheckpointReader(adapter_of().model).read(written("plain", tmp_path, state)), state)
 
 
 def test_a_module_beside_the_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.ckpt"
     torch.save({"state_dict": {**{f"model.{k}": v for k, v in state_of(1).items()}, "loss.w": torch.ones(1)}}, path)
     with pytest.warns(UserWarning, match=having("1", "loss.w")):
-        assert equal(Ingredients(adapter_of().model).read(path), state_of(1))
+        assert equal(CheckpointReader(adapter_of().model).read(path), state_of(1))
 
 
 class Tied(nn.Module):
@@ -116,21 +116,21 @@ class Tied(nn.Module):
 def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, state = Tied(), Tied().state_dict()
-    ingredients = Ingredients(attach_film(model, ["norm"], dim=2).model)
+    reader = CheckpointReader(attach_film(model, ["norm"], dim=2).model)
     once = {name: value.clone() for name, value in state.items() if name != "head.weight"}
     for name, content in {"once.pth": once, "twice.pth": state}.items():
         torch.save(content, tmp_path / name)
-        start = ingredients.start(ingredients.read(tmp_path / name))
-        with Adapter(ingredients.model).applied(start):
+        start = reader.start(reader.read(tmp_path / name))
+        with Adapter(reader.model).applied(start):
             assert torch.equal(model.head.weight, state["words.weight"])
     torch.save({**once, "head.weight": torch.ones(7, 4)}, tmp_path / "untied.pth")
-    assert_refused(lambda: ingredients.read(tmp_path / "untied.pth"), DataError, "untied.pth")
+    assert_refused(lambda: reader.read(tmp_path / "untied.pth"), DataError, "untied.pth")
 
 
 def test_lora_is_to_be_merged_first() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["first"]))
-    assert_refused(lambda: Ingredients(model), AdapterError, "first", "merge_and_unload")
+    assert_refused(lambda: CheckpointReader(model), AdapterError, "first", "merge_and_unload")
 
 
 def test_weights_of_a_type_without_a_mean_must_be_the_model_s() -> None:
@@ -140,7 +140,7 @@ def test_weights_of_a_type_without_a_mean_must_be_the_model_s() -> None:
         model.register_buffer("quantized", numbers.to(torch.int8))
         return model
 
-    ingredients, other = Ingredients(quantized(0)), quantized(1).state_dict()
-    assert_refused(lambda: ingredients.take(other, "other"), DataError, "quantized", "int8")
+    reader, other = CheckpointReader(quantized(0)), quantized(1).state_dict()
+    assert_refused(lambda: reader.read(other, "other"), DataError, "quantized", "int8")
     same = {**other, "quantized": quantized(0).state_dict()["quantized"]}
-    assert "quantized" in ingredients.take(same, "other")
+    assert "quantized" in reader.read(same, "other")

@@ -1,0 +1,185 @@
+"""Checkpoints of any framework as tensors under the names that a model has, for soups and mixtures of them."""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.lora import adapted_layers
+from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import AdapterError, DataError, FileFormatError
+from metricopt_ext.utils.checkpoint_file import CheckpointFile, packed_in, read_checkpoint
+from metricopt_ext.utils.files import content_of, parse_json
+from metricopt_ext.utils.state_dict import state_dict_in
+from metricopt_ext.utils.tensor_names import UNTRAINED, names_in_model
+from metricopt_ext.utils.weights import has_mean, same_bits
+from metricopt_ext.utils.words import brief, counted, shortened
+
+INDEX = ".index.json"
+WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's, or with INDEX if it has shards
+
+NO_TENSOR = "is no tensor, as of a quantized layer, and has no mean; use the models before quantization"
+
+
+class CheckpointReader:
+    """Reads checkpoints as the tensors of a model without an adapter, and makes starts of such tensors.
+
+    Args:
+        model: The model, with an adapter or without.
+        entry: The state dict's key in each file of torch that is not one itself; None to find it.
+
+    Raises:
+        AdapterError: The model has layers that PEFT has adapted by LoRA, of whose matrices a mean says nothing; or
+            weights that are no tensors, as quantized layers have.
+    """
+
+    def __init__(self, model: nn.Module, entry: str | None = None) -> None:
+        if (lora := next(adapted_layers(model), None)) is not None:
+            raise AdapterError(
+                f"LoRA of {lora[0]!r} is not merged, and a mean of its matrices says nothing; merge the model and each"
+                " checkpoint first, model.merge_and_unload(), and save that"
+            )
+        self.model, self.entry = model, entry
+        state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
+        if packed := packed_in(state):
+            raise AdapterError(f"the model's {brief(packed[0])} {NO_TENSOR}")
+        self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._tied = _tied(model)
+        self.floating = [name for name, each in self.base.items() if has_mean(each)]
+
+    def read(self, checkpoint: Path | Mapping[str, Any], name: str = "") -> dict[str, Tensor]:
+        """Return copies of a checkpoint's tensors, by the model's names, on the CPU; of tied ones the first alone.
+
+        Args:
+            checkpoint: A file, a folder, a state dict, or what a file of torch holds with that in an entry.
+            name: What messages call a state dict.
+
+        Raises:
+            DataError: It can't be read, or lacks a tensor, has one that the model has not, or one of another shape or
+                type, or with numbers that are not finite, or other weights than the model's of a type without a mean;
+                the message has the file and the tensor.
+            FileFormatError: It is damaged, or holds more than tensors, numbers and text.
+        """
+        given: dict[str, Callable[[], Tensor]]
+        if isinstance(checkpoint, Mapping):
+            if not any(isinstance(value, Tensor) for value in checkpoint.values()):  # a whole file's content
+                checkpoint = state_dict_in(Path(name), dict(checkpoint), self.entry, "entry")[1]
+            packed = packed_in(checkpoint)
+            given = {key: partial(_copy, each) for key, each in checkpoint.items() if isinstance(each, Tensor)}
+        else:
+            name, files = str(checkpoint), [self._opened(file) for file in files_of(checkpoint)]
+            packed = [key for file in files for key in file.packed]
+            given = {key: partial(file.tensor, key) for file in files for key in file.shapes}
+        if packed:
+            raise DataError(f"{name}: {brief(packed[0])} {NO_TENSOR}")
+        state: dict[str, Tensor] = {}
+        for key, own in self._names(name, given).items():
+            value = given[key]()
+            if misfit := _misfit(value, self.base[own]):
+                raise DataError(f"{name}: {brief(key)} {misfit}")
+            if not same_bits(state.setdefault(self._tied.get(own, own), value), value):
+                raise DataError(f"{name}: {brief(key)} is not the same tensor as others are that it is tied to here")
+        return state
+
+    def _opened(self, file: Path) -> CheckpointFile:
+        try:
+            return read_checkpoint(file, self.entry, "entry")
+        except DataError:
+            with suppress(DataError):
+                if (found := read_checkpoint(file)).entry is None:
+                    return found  # which needs no entry
+            raise
+
+    def _names(self, file: str, keys: Collection[str]) -> dict[str, str]:
+        """Return the model's names of a file's tensors, and refuse a file that has others, or not all."""
+        read = names_in_model(keys, self.base)
+        if unknown := [key for key, name in read.names.items() if name not in self.base]:
+            raise DataError(f"{file} has {shortened(unknown)}, which the model has not; leave this file out")
+        found = {self._tied.get(name, name) for name in read.names.values()}
+        needed = (name for name in self.base if not name.endswith(UNTRAINED))
+        if missing := [name for name in needed if self._tied.get(name, name) not in found]:
+            raise DataError(f"{file} lacks {shortened(missing)}; it is no checkpoint of the whole model")
+        if read.left_out:
+            what = counted(len(read.left_out), "tensor")
+            warnings.warn(f"{file}: {what} beside the model left out: {shortened(read.left_out)}", stacklevel=4)
+        return read.names
+
+    def replaced(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what of tensors as `read` has them differs from the model's, cast to the model's types."""
+        found: dict[str, Tensor] = {}
+        for name, value in values.items():
+            own = self.base[name]
+            value = value.to(own.dtype)
+            if not same_bits(own, value):
+                found[name] = value
+        return found
+
+    def start(self, values: Mapping[str, Tensor]) -> Start:
+        """Return the start at phi = 0 of the model's adapter with `replaced`."""
+        return Start(torch.zeros_like(Adapter(self.model).phi.detach()), self.replaced(values))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: itself, or those of a folder that Hugging Face's libraries save.
+
+    Raises:
+        DataError: There is no such file, or the folder has none that is known.
+        FileFormatError: The folder's list of files can't be read.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise DataError(f"{path}: there is no such file or folder")
+        return [path]
+    for name in WHOLE:
+        if (index := path / f"{name}{INDEX}").is_file():
+            with content_of(index, "files by tensor in weight_map"):
+                names = sorted({str(each) for each in parse_json(index.read_bytes())["weight_map"].values()})
+            if any(Path(each).name != each for each in names):
+                raise FileFormatError(f"{index} names files outside its folder: {shortened(names)}")
+            return [path / each for each in names]
+    found = [path / name for name in WHOLE if (path / name).is_file()]
+    if not found:
+        raise DataError(
+            f"{path} is a folder without {', '.join(WHOLE)}; name the checkpoint's file, or merge PEFT's adapter into"
+            " its model and save that"
+        )
+    return found[:1]
+
+
+def _misfit(value: Tensor, own: Tensor) -> str:
+    """Return why a tensor can't be averaged with the model's own; empty if it can, or if it is a count or an index."""
+    if value.shape != own.shape:
+        return f"has shape {tuple(value.shape)}, the model's {tuple(own.shape)}"
+    if value.dtype != own.dtype:
+        return f"has type {value.dtype}, the model's {own.dtype}; convert it first"
+    if not has_mean(value):
+        if value.dtype == torch.int64 or value.numel() <= 1 or same_bits(value, own):
+            return ""
+        return (
+            f"differs from the model's, and numbers of type {value.dtype} have no mean; convert the model and all files"
+            " to floating numbers, as before quantization"
+        )
+    if bool(value.isnan().any()):
+        return "has NaN; leave this file out"
+    if not torch.equal(value.where(value.isinf(), 0), own.where(own.isinf(), 0).detach().cpu()):
+        return "is infinite elsewhere than the model's, of which there is no mean; leave this file out"
+    return ""
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter and buffer, by all of its names."""
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in every}
