@@ -114,13 +114,8 @@ class CheckpointReader:
 
     def replaced(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what of tensors as `read` has them differs from the model's, cast to the model's types."""
-        found: dict[str, Tensor] = {}
-        for name, value in values.items():
-            own = self.base[name]
-            value = value.to(own.dtype)
-            if not same_bits(own, value):
-                found[name] = value
-        return found
+        cast = ((name, value.to(self.base[name].dtype)) for name, value in values.items())
+        return {name: value for name, value in cast if not same_bits(self.base[name], value)}
 
     def start(self, values: Mapping[str, Tensor]) -> Start:
         """Return the start at phi = 0 of the model's adapter with `replaced`."""
