@@ -47,12 +47,9 @@ class Start:
 
     def of_the_same(self, other: "Start") -> bool:
         """Whether two starts differ in phi alone: in neither tensors nor settings."""
-        return dict(self.settings) == dict(other.settings) and self.replaces_the_same(other)
-
-    def replaces_the_same(self, other: "Start") -> bool:
-        """Whether two starts replace the same tensors, so that their models differ in phi alone."""
         mine, theirs = self.tensors, other.tensors
-        return mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
+        same = mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
+        return same and dict(self.settings) == dict(other.settings)
 
     def is_same_model(self, other: "Start", base: Mapping[str, Tensor]) -> bool:
         """Whether two starts make the same model with the same settings, whatever it counts.

@@ -203,10 +203,15 @@ def test_a_file_that_does_not_fit_changes_nothing(
 
 def test_starts_of_the_same_model_differ_in_phi_alone() -> None:
     a, phi = start(), torch.zeros(3)
-    assert a.replaces_the_same(Start(phi, start().tensors))
-    for other in (Start(a.phi), Start(a.phi, dict(list(a.tensors.items())[:1])), start(0.2)):
-        assert not a.replaces_the_same(other)
-        assert not other.replaces_the_same(a)
+    assert a.of_the_same(Start(phi, start().tensors))
+    for other in (
+        Start(a.phi),
+        Start(a.phi, dict(list(a.tensors.items())[:1])),
+        start(0.2),
+        Start(a.phi, a.tensors, {"k": 1}),
+    ):
+        assert not a.of_the_same(other)
+        assert not other.of_the_same(a)
 
 
 WAY = torch.tensor([1.0, -2.0])

@@ -122,8 +122,8 @@ def test_a_soup_is_a_start_where_it_is_asked_for_kept_in_the_seeds_folder(tmp_pa
             assert torch.equal(starts["soup"].tensors[name], mean), name
     recalibrated, prior = starts["soup_batchnorm"], starts["soup_prior"]
     assert recalibrated.tensors.keys() >= starts["soup"].tensors.keys()
-    assert not recalibrated.replaces_the_same(starts["soup"])
-    assert prior.replaces_the_same(starts["soup"])
+    assert not recalibrated.of_the_same(starts["soup"])
+    assert prior.of_the_same(starts["soup"])
     assert torch.equal(prior.phi, experiment.start("prior").phi)  # type: ignore[union-attr]
     training = experiment.training()
     assert training.steps == max(1, 2 * len(experiment.splits.train) // experiment.config.model.batch_size)

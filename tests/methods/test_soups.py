@@ -342,4 +342,4 @@ def test_a_soup_of_finetunes_is_their_mean_and_leaves_nothing_without_a_folder(t
         f"{layer}.{part}" for layer in "014" for part in ("weight", "bias")
     }
     alone = soup_starts(task, finetunes=3, training=training, share=0.5, kinds=["uniform"])
-    assert alone["uniform_soup"].replaces_the_same(kept["uniform_soup"])
+    assert alone["uniform_soup"].of_the_same(kept["uniform_soup"])
