@@ -1,6 +1,6 @@
 """Attaching adapters: a frozen model whose layers phi modulates."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter, refuse_wrapper
 from metricopt_ext.adapters.adapter_file import MATRIX, Described, read_adapter
 from metricopt_ext.adapters.affine import affine, channel_axis, weight_of
-from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, calls_on
+from metricopt_ext.adapters.check import Called, called, logits_layer, refuse_idle
 from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
-from metricopt_ext.adapters.layers import NORMS, matching, refuse_idle, unusable
-from metricopt_ext.adapters.logits_layer import logits_layer
+from metricopt_ext.adapters.layers import CONVOLUTIONS, NORMS, matching, unusable
 from metricopt_ext.adapters.lora import LoraScale, lora_layers
 from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, floating, saved_count, saved_shapes, saved_states
 from metricopt_ext.adapters.modulation import (
@@ -98,14 +97,14 @@ def attach_film(
     return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
 
 
-def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: Any) -> tuple[list[str], Calls | None]:
+def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: Any) -> tuple[list[str], Called | None]:
     """Return the names of the layers that FiLM modulates, and which layers an example calls."""
     usable = {name: each for name, each in model.named_modules() if not is_unused(name) and unusable(each) is None}
-    calls = None if example is None else _calls(model, example, usable)
+    calls = None if example is None else _called(model, example)
     if layers is None:
         norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
         if calls is not None:
-            norms = {name: module for name, module in norms.items() if name in calls.outputs}
+            norms = {name: module for name, module in norms.items() if name in calls.names}
         names = [name for name, module in norms.items() if not scales_alone(module)] or list(norms)
         if not names:
             possible = shortened(list(usable)) if usable else "none of its layers has both"
@@ -169,12 +168,9 @@ def attach_input_bias(
         raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
     if layer is not None and layer not in linear:
         raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, list(linear))}")
-    calls = None if example is None else _calls(model, example, linear)
-    if layer is None:
-        called = [name for name in (linear if calls is None else calls.outputs) if name in linear]
-        names = [min(called, key=list(linear).index)] if called else list(linear)[:1]
-    else:
-        names = [layer]
+    calls = None if example is None else _called(model, example)
+    first = next((name for name in linear if calls is None or name in calls.names), next(iter(linear)))
+    names = [first if layer is None else layer]
     refuse_idle(names, calls)
     if (why := unusable(linear[names[0]], in_weight=False)) is not None:
         raise AdapterError(f"layer {names[0]!r} {why}")
@@ -203,7 +199,7 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
         (3, ['2'])
     """
     model = unwrapped(model)
-    calls = None if example is None else _calls(model, example, ())
+    calls = None if example is None else _called(model, example)
     return _attach(model, "outputs", [], 0, 0, None, Outputs() if outputs is None else outputs, calls)
 
 
@@ -236,7 +232,7 @@ def attach_lora_scales(
 
 
 def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, example: Any = None) -> Adapter:
-    calls = None if example is None else _calls(model, example, names)
+    calls = None if example is None else _called(model, example)
     refuse_idle(names, calls)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
@@ -327,7 +323,7 @@ def _mixture(
     if film:
         names, calls = _film_layers(model, layers, example)
     else:
-        names, calls = [], None if example is None else _calls(model, example, ())
+        names, calls = [], None if example is None else _called(model, example)
 
     def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
         if index == 0:
@@ -416,7 +412,7 @@ def _attach(
     seed: int,
     modulation: Any,
     outputs: Outputs | None,
-    calls: Calls | None,
+    calls: Called | None,
 ) -> Adapter:
     _check_bare(model)
     check_integer(0 if kind == "outputs" else 1, MOST_SIZE, dim=dim)
@@ -463,9 +459,9 @@ def _check_bare(model: nn.Module) -> None:
     refuse_wrapper(model)
 
 
-def _calls(model: nn.Module, example: Any, layers: Iterable[str]) -> Calls:
+def _called(model: nn.Module, example: Any) -> Called:
     _check_bare(model)
-    return calls_on(model, example, layers)
+    return called(model, example)
 
 
 def _adapted(module: nn.Module) -> bool:

@@ -5,19 +5,21 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from metricopt_ext.adapters.affine import TOOLKIT_NORMS, is_affine, weight_of
-from metricopt_ext.adapters.calls import CONVOLUTIONS, Calls, may_give_logits
 from metricopt_ext.adapters.foreign_norms import is_foreign_norm, scales_alone, weight_offset
 from metricopt_ext.adapters.wrappers import bare_name
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.utils.words import nearest, shortened
+from metricopt_ext.utils.words import nearest
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-def refuse_idle(names: list[str], calls: Calls | None) -> None:
-    """Refuse layers that were not called on an example."""
-    if calls is not None and (idle := [name for name in names if name not in calls.outputs]):
-        raise AdapterError(f"layers {shortened(idle)} are not called on the example, so phi could do nothing there")
+def may_give_logits(module: nn.Module) -> bool:
+    """Whether a module is a linear layer or a convolution of 1 pixel."""
+    if isinstance(module, CONVOLUTIONS):
+        return all(size == 1 for size in module.kernel_size)
+    # An attention layer's own projection is never called as a layer.
+    return isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear"
 
 
 def _inner(module: nn.Module) -> bool:

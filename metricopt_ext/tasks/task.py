@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.effect import check_effect
+from metricopt_ext.adapters.check import check_effect
 from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
