@@ -55,7 +55,7 @@ from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.objective import Objective, hardest_triplets
 from metricopt_ext.value.reptile import ReptileLearner
@@ -107,7 +107,7 @@ FITS: dict[str, dict[str, Any]] = {
     "Reptile, ordinal weight 1": {"learners": (replace(MIXED, objective=Objective(beta=1.0)),)},
     "Reptile, hardest triplets": {"learners": (replace(MIXED, objective=Objective(miner=hardest_triplets)),)},
     "labels: linear": {"labels": LinearLabels()},
-    "labels: Gaussian process": {"labels": GaussianProcessLabels(always=True)},
+    "labels: Gaussian process": {"labels": GaussianProcessLabels()},
     "weight decay 0.01": learner(weight_decay=0.01),
     "weight decay 0.3": learner(weight_decay=0.3),
     "weight decay 3": learner(weight_decay=3.0),

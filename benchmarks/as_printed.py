@@ -8,7 +8,7 @@ import torch
 
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.objective import sampled_triplets
 from metricopt_ext.value.observations import Labeller, Observations
@@ -46,7 +46,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "learner": replace(NeuralLearner.offline(), objective=replace(PAPER.objective, miner=sampled_triplets))
     },
     "Reptile, mixed batches": {"learner": ReptileLearner(objective=PAPER.objective)},
-    "no sigma": {"labels": WithoutSigma(GaussianProcessLabels(always=True))},
+    "no sigma": {"labels": WithoutSigma(GaussianProcessLabels())},
     "no ordinal term": objective(beta=0.0),
     "gamma 1": objective(gamma=1.0),
     "labels: linear": {"labels": LinearLabels()},
@@ -58,8 +58,8 @@ PARTS: dict[str, dict[str, Any]] = {
 
 # The literal alternatives of how the paper is read.
 LITERAL: dict[str, dict[str, Any]] = {
-    "kernel: RBF alone": {"labels": GaussianProcessLabels(always=True, levels=False)},
-    "sigma of the posterior": {"labels": GaussianProcessLabels(always=True, noisy=False)},
+    "kernel: RBF alone": {"labels": GaussianProcessLabels(levels=False)},
+    "sigma of the posterior": {"labels": GaussianProcessLabels(noisy=False)},
     "k from the first step": {"history_grows": False},
     "ends at random": {"ends": "random"},
 }

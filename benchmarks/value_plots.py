@@ -78,14 +78,9 @@ def draw_value_function(
     if not isinstance(result.details, RecipeDetails):
         return [landscape]
     trajectories = result.details.trajectories
-    process = GaussianProcess.fit(trajectories)
     some = trajectories[:: max(1, len(trajectories) // 6)][:6]
-    error = process.leave_one_out(trajectories)
-    note = f"leave-one-out error of the cost: {error.gp_mae:.4g}; of each trajectory's level {error.constant_mae:.4g}"
-    drawn = [
-        plot_interpolation(some, process.posterior(some), task.metric, folder / "interpolation.png", note),
-        landscape,
-    ]
+    posterior = GaussianProcess(trajectories).posterior(some)
+    drawn = [plot_interpolation(some, posterior, task.metric, folder / "interpolation.png"), landscape]
     if isinstance(f, NeuralValueFunction):
         drawn.append(plot_embedding(f, Observations.of(trajectories), task.metric, folder / "embedding.png"))
     return drawn
@@ -96,7 +91,6 @@ def plot_interpolation(
     posterior: Sequence[tuple[Tensor, Tensor]],
     metric: Any,
     path: str | Path,
-    note: str = "",
 ) -> Path:
     """Draw the metric observed along trajectories and the band in between (paper, Fig. 2b).
 
@@ -105,7 +99,6 @@ def plot_interpolation(
         posterior: For each, mean and standard deviation of the cost at all steps, ``T + 1`` each.
         metric: The `Metric`, for its name and units.
         path: The PNG file.
-        note: Title of the figure, e.g. the interpolation's leave-one-out error.
     """
     n = len(trajectories)
     columns = min(n, 3)
@@ -127,7 +120,7 @@ def plot_interpolation(
     for axes in panels[:, 0]:
         axes.set_ylabel(metric.name)
     key = "dots: observed; line and band: interpolated by a Gaussian process, ± 2 standard deviations"
-    figure.suptitle("\n".join(filter(None, [key, note])), fontsize=9)
+    figure.suptitle(key, fontsize=9)
     return save_figure(figure, path)
 
 

@@ -113,9 +113,9 @@ class PaperSettings:
 
     def build(self, finetune: FinetuneConfig) -> Algorithm1:
         """Return the algorithm; see `MethodConfig.build`."""
-        from metricopt_ext.value.labels import GaussianProcessLabels
+        from metricopt_ext.value.interpolation import GaussianProcessLabels
 
-        as_printed: dict[str, Any] = {"labels": GaussianProcessLabels(always=True), "learner": ReptileLearner.paper()}
+        as_printed: dict[str, Any] = {"labels": GaussianProcessLabels(), "learner": ReptileLearner.paper()}
         with config_section(self.SECTION):
             return Algorithm1(steps=finetune.steps, evals=self.evals, lr=finetune.lr, **as_printed)
 

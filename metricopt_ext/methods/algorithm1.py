@@ -215,9 +215,9 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
                 measured, or all costs are equal.
         """
         refuse_too_few(len(trajectories))
-        from metricopt_ext.value.labels import GaussianProcessLabels  # gpytorch is slow to import
+        from metricopt_ext.value.interpolation import GaussianProcessLabels  # gpytorch is slow to import
 
-        labels = self.labels or GaussianProcessLabels(always=True)
+        labels = self.labels or GaussianProcessLabels()
         learner = self.learner or ReptileLearner.paper()
         data = labels(trajectories)
         in_no_fold = torch.full_like(data.trajectory, -1)

@@ -160,14 +160,14 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
     @classmethod
     def paper(cls, steps: int = 200, evals: int = 10) -> "AlgorithmS1":
         """Return what is printed: a task at a time, Gaussian-process labels, f by one step of SGD with hard mining."""
-        from metricopt_ext.value.labels import GaussianProcessLabels  # gpytorch is slow to import
+        from metricopt_ext.value.interpolation import GaussianProcessLabels  # gpytorch is slow to import
 
         return cls(
             steps=steps,
             evals=evals,
             tasks=1,
             value=ReptileLearner.paper(),
-            labels=GaussianProcessLabels(always=True),
+            labels=GaussianProcessLabels(),
         )
 
     @property

@@ -3,121 +3,139 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.value.observations import Observations
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # linear_operator compiles with torch.jit
     import gpytorch
 
 
-R = TypeVar("R")
-
-# Bounds of the hyper-parameter search, in standardised units. They keep every covariance matrix well conditioned;
-# a length scale of 3 is already a parabola over times in [0, 1].
-BOUNDS = {
-    "length_scale": (0.01, 3.0),
-    "output_scale": (1e-3, 1e3),
-    "noise": (1e-4, 10.0),
-    "level_scale": (1e-6, 1e7),
-}
-
 # The marginal likelihood has several maxima, such as a short length scale without noise and a long one with noise.
 LENGTH_SCALE_STARTS = (0.05, 0.2, 0.8)
 
+LEAST_NOISE = 1e-4  # variance of an observation, in standardised units
+
 
 @dataclass(frozen=True)
-class Skill:
-    """How well interpolation recovers observations left out one by one, in units of the cost.
+class LinearLabels:
+    """Labels all steps by linear interpolation in time, all equally certain: what the paper argues against."""
 
-    Only observations between two others of the same trajectory count, as labels are never extrapolated, and
-    constant trajectories do not count.
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
+        """Return labels at all steps; before the first and after the last observation they are constant."""
+        labels = []
+        for t in trajectories:
+            steps = torch.arange(len(t.phi))
+            cost = torch.from_numpy(np.interp(steps.numpy(), t.observed.numpy(), t.cost.numpy()))
+            labels.append((steps, cost, torch.ones(len(steps))))
+        return Observations.labelled(trajectories, labels)
+
+
+@dataclass(frozen=True)
+class GaussianProcessLabels:
+    """Labels all steps by a Gaussian process, as the paper does; observed ones keep their cost.
 
     Attributes:
-        gp_mae: Mean absolute error of the Gaussian process.
-        constant_mae: The same for each trajectory's level: the mean of its other points, shrunk towards the mean of all
-            trajectories as far as their spread suggests. A Gaussian process does no better if time explains nothing.
-        gain_error: Standard error of ``constant_mae - gp_mae`` over the trajectories; infinite for fewer than two.
+        levels: Let the kernel be RBF plus a constant, the level of each trajectory; otherwise RBF alone, as printed.
+        noisy: Let sigma be that of a further observation, the noise included, and at observed steps the noise;
+            otherwise it is that of the metric itself at every step, as printed, but at least that of `LEAST_NOISE`.
     """
 
-    gp_mae: float
-    constant_mae: float
-    gain_error: float
+    levels: bool = True
+    noisy: bool = True
 
-    @property
-    def skill(self) -> float:
-        """Share of the level's error that the Gaussian process avoids, at most 1; 0 is no skill."""
-        return 1 - self.gp_mae / self.constant_mae if self.constant_mae > 0 else 0.0
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
+        """Return labels at all steps."""
+        process = GaussianProcess(trajectories, levels=self.levels)
+        labels = []
+        for t, (cost, sigma) in zip(trajectories, process.posterior(trajectories), strict=True):
+            if self.noisy:
+                sigma = (sigma.square() + process.noise_std**2).sqrt()
+                sigma[t.observed] = process.noise_std
+            else:
+                sigma = sigma.clamp(min=process.std * math.sqrt(LEAST_NOISE))
+            cost[t.observed] = t.cost
+            labels.append((torch.arange(len(cost)), cost, sigma))
+        return Observations.labelled(trajectories, labels)
 
-    @property
-    def skilful(self) -> bool:
-        """Whether time explains something: a tenth of the error is avoided, beyond luck (2 standard errors)."""
-        return self.skill > 0.1 and self.constant_mae - self.gp_mae > 2 * self.gain_error
 
-
-@dataclass(frozen=True)
 class GaussianProcess:
     """The metric along a trajectory as a smooth function of time t = step / T, with one prior for all trajectories.
 
-    The covariance of two points of one trajectory is ``output_scale exp(-(t - t')^2 / (2 length_scale^2)) +
-    level_scale``. The level is each trajectory's unknown mean, integrated out. With one mean for all, the RBF would
-    have to explain differing levels, and become too long; subtracting the mean of a few points would hide its
-    uncertainty. Where levels do not differ, the likelihood puts ``level_scale`` near 0, which leaves the standard RBF
-    process.
+    The covariance of two points of one trajectory is an RBF kernel plus a constant: each trajectory's unknown level,
+    integrated out. With one mean for all, the RBF would have to explain differing levels, and become too long;
+    subtracting the mean of a few points would hide its uncertainty. Where levels do not differ, the likelihood puts the
+    constant near 0, which leaves the standard RBF process.
+
+    The hyper-parameters maximise the exact marginal likelihood, summed over trajectories (Rasmussen & Williams, Eq.
+    5.8): the 5 to 10 points of one trajectory do not determine a length scale; those of all do. Constant trajectories
+    are left out, as they would make the others look smoother than they are.
+
+    Args:
+        trajectories: At least one.
+        levels: Whether the kernel has the constant; without it, it is the paper's, RBF alone.
 
     Attributes:
-        length_scale: Length scale of the RBF kernel.
-        output_scale: Its variance, in units of ``std ** 2``, as are the next two.
-        noise: Variance of an observation.
-        level_scale: Variance between the levels of trajectories, at least 0.
-        mean: Mean of all observed costs.
-        std: Standard deviation of observed costs within trajectories.
+        mean: Mean of the observed costs.
+        std: Their standard deviation within trajectories, the unit of all that is fitted.
+        kernel: The fitted covariance, a gpytorch kernel.
+        likelihood: The fitted noise, a gpytorch likelihood.
     """
 
-    length_scale: float
-    output_scale: float
-    noise: float
-    level_scale: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
-
-    @classmethod
     @num_threads(1)
-    def fit(cls, trajectories: Sequence[Trajectory], *, levels: bool = True) -> "GaussianProcess":
-        """Maximise the exact marginal likelihood, summed over trajectories (Rasmussen & Williams, Eq. 5.8).
-
-        The 5 to 10 points of one trajectory do not determine a length scale; those of all do. Constant trajectories
-        are left out: they would make the others look smoother than they are.
-
-        Args:
-            trajectories: At least one.
-            levels: Whether to fit ``level_scale``; without it the kernel is the paper's, RBF alone.
-        """
+    def __init__(self, trajectories: Sequence[Trajectory], *, levels: bool = True) -> None:
         varying = [t for t in trajectories if not _is_constant(t)] or trajectories
-        level, mean, std = _moments(varying)
-        start = cls(0.2, 1.0, 0.1, level if levels else 0.0, mean, std)
-        names = [name for name in BOUNDS if levels or name != "level_scale"]
-        fits = [replace(start, length_scale=length)._climb(varying, names) for length in LENGTH_SCALE_STARTS]
-        return max(fits, key=lambda process: process.log_likelihood(varying))
+        level, self.mean, self.std = _moments(varying)
+        fits = [self._fit(varying, length_scale, level if levels else None) for length_scale in LENGTH_SCALE_STARTS]
+        self.log_likelihood, self.kernel, self.likelihood = max(fits, key=lambda fit: fit[0])
+
+    def _fit(
+        self, trajectories: Sequence[Trajectory], length_scale: float, level: float | None
+    ) -> tuple[float, gpytorch.kernels.Kernel, gpytorch.likelihoods.GaussianLikelihood]:
+        """Climb from a length scale to a maximum of the likelihood; return the mean of its logarithm over the points.
+
+        This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
+        """
+        # The bounds keep every covariance matrix well conditioned; a length scale of 3 is already a parabola in [0, 1].
+        smooth = gpytorch.kernels.RBFKernel(lengthscale_constraint=_LogInterval(0.01, 3.0))
+        kernel = gpytorch.kernels.ScaleKernel(smooth, outputscale_constraint=_LogInterval(1e-3, 1e3)).double()
+        smooth.lengthscale, kernel.outputscale = length_scale, 1.0
+        if level is not None:
+            constant = gpytorch.kernels.ConstantKernel(constant_constraint=_LogInterval(1e-6, 1e7)).double()
+            constant.constant = torch.tensor(level, dtype=torch.float64)
+            kernel = kernel + constant
+        noise_bounds = _LogInterval(LEAST_NOISE, 10.0)
+        likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=noise_bounds).double()
+        likelihood.noise = 0.1
+
+        alike: dict[int, list[Trajectory]] = defaultdict(list)  # by their number of points, to compute them together
+        for t in trajectories:
+            alike[len(t.cost)].append(t)
+        models = [_Curves(*self._data(group), kernel, likelihood) for group in alike.values()]
+        points = sum(len(t.cost) for t in trajectories)
+        parameters = [*kernel.parameters(), *likelihood.parameters()]
+        optimizer = torch.optim.LBFGS(parameters, max_iter=50, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            total: Tensor = -torch.stack([model.log_likelihood() for model in models]).sum() / points
+            total.backward()
+            return total
+
+        optimizer.step(loss)
+        return -loss().item(), kernel, likelihood
 
     @num_threads(1)
-    def log_likelihood(self, trajectories: Sequence[Trajectory]) -> float:
-        """Return the log marginal likelihood of all observed costs."""
-        model = _Model(self)
-        with _exact():
-            standardised = sum(float(model(*data)) for data in self._batches(trajectories))
-        return standardised - math.log(self.std) * sum(len(t.cost) for t in trajectories)
-
-    @num_threads(1)
+    @torch.no_grad()
     def posterior(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         """Return mean and standard deviation of each trajectory's noise-free metric at steps 0 ... T.
 
@@ -126,179 +144,59 @@ class GaussianProcess:
         Returns:
             The mean and std of each trajectory, each ``T + 1``, float64, in units of the cost.
         """
-        model = _Model(self)
-
-        def compute(batch: Sequence[Trajectory]) -> Iterable[tuple[Tensor, Tensor]]:
-            times, targets = self._data(batch)
-            grid = torch.stack([_times(t, torch.arange(len(t.phi))) for t in batch])[..., None]
-            mean, variance = model.posterior(times, targets, grid)
-            return zip(self.mean + self.std * mean, self.std * variance.sqrt(), strict=True)
-
-        posteriors = _in_batches(trajectories, compute)
-        for row, trajectory in enumerate(trajectories):
-            if _is_constant(trajectory):
-                mean, std = posteriors[row]
-                posteriors[row] = torch.full_like(mean, float(trajectory.cost[0])), torch.zeros_like(std)
+        posteriors = []
+        for t in trajectories:
+            if _is_constant(t):
+                mean = t.cost[:1].repeat(len(t.phi))
+                posteriors.append((mean, torch.zeros_like(mean)))
+                continue
+            model = _Curves(*self._data([t]), self.kernel, self.likelihood).eval()
+            with gpytorch.settings.debug(False):  # it takes the points themselves for a mistake
+                predicted = model(_times(t, torch.arange(len(t.phi)))[None])
+            variance = predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+            posteriors.append((self.mean + self.std * predicted.mean[0], self.std * variance[0].sqrt()))
         return posteriors
-
-    @num_threads(1)
-    def predict_left_out(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
-        """Predict each observed cost from the others of its trajectory.
-
-        Returns:
-            The K predictions of each trajectory, float64, in units of the cost.
-        """
-        model = _Model(self)
-
-        def compute(batch: Sequence[Trajectory]) -> Iterable[Tensor]:
-            times, targets = self._data(batch)
-            return list(self.mean + self.std * model.left_out(times, targets))
-
-        return _in_batches(trajectories, compute)
-
-    def leave_one_out(self, trajectories: Sequence[Trajectory]) -> Skill:
-        """Measure how well left-out observations are recovered; hyper-parameters stay as they are."""
-        used = [t for t in trajectories if len(t.cost) > 2 and not _is_constant(t)]
-        if not used:
-            return Skill(0.0, 0.0, math.inf)
-        gp = self.predict_left_out(used)
-        errors = []  # per trajectory: Gaussian process and level, each per inner point
-        level, mean, _ = _moments(used)
-        for predicted, trajectory in zip(gp, used, strict=True):
-            cost, others = trajectory.cost, len(trajectory.cost) - 1
-            shrinkage = level / (level + 1 / others)
-            constant = mean + shrinkage * ((cost.sum() - cost) / others - mean)
-            errors.append((torch.stack([predicted, constant]) - cost)[:, 1:-1].abs())
-        gp_mae, constant_mae = torch.cat(errors, 1).mean(1).tolist()
-        gains = torch.stack([(error[1] - error[0]).mean() for error in errors])
-        gain_error = float(gains.std()) / math.sqrt(len(used)) if len(used) > 1 else math.inf
-        return Skill(gp_mae, constant_mae, gain_error)
 
     @property
     def noise_std(self) -> float:
         """Standard deviation of an observation, in units of the cost."""
-        return self.std * math.sqrt(self.noise)
+        return self.std * math.sqrt(self.likelihood.noise.item())
 
-    def _data(self, batch: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    def _data(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
         """Stack times, ``n x K x 1``, and standardised costs, ``n x K``."""
-        targets = torch.stack([t.cost for t in batch]).double()
-        return torch.stack([_times(t, t.observed) for t in batch])[..., None], (targets - self.mean) / self.std
-
-    def _batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
-        return [self._data([trajectories[row] for row in rows]) for rows in _alike(trajectories, lambda t: len(t.cost))]
-
-    def _climb(self, trajectories: Sequence[Trajectory], names: Sequence[str]) -> "GaussianProcess":
-        """Climb from these hyper-parameters to a maximum of the likelihood in those that are named.
-
-        It is by L-BFGS, bounded by a sigmoid.
-
-        This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
-        """
-        model, batches, points = _Model(self), self._batches(trajectories), sum(len(t.cost) for t in trajectories)
-        low, high = torch.tensor([BOUNDS[name] for name in names], dtype=torch.float64).log().unbind(1)
-        start = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64).log()
-        free = ((start - low) / (high - low)).logit(eps=0.01).requires_grad_()
-        optimizer = torch.optim.LBFGS([free], max_iter=50, line_search_fn="strong_wolfe")
-
-        def logarithms() -> Tensor:
-            return low + (high - low) * free.sigmoid()
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            raw = {
-                _RAW[name]: v.view_as(model.get_parameter(_RAW[name]))
-                for name, v in zip(names, logarithms(), strict=True)
-            }
-            total: Tensor = -torch.stack([functional_call(model, raw, data) for data in batches]).sum() / points
-            total.backward()
-            return total
-
-        with _exact(gradients=True):
-            optimizer.step(loss)
-        return replace(self, **dict(zip(names, logarithms().exp().tolist(), strict=True)))
+        times = torch.stack([_times(t, t.observed) for t in trajectories])
+        return times, (torch.stack([t.cost for t in trajectories]) - self.mean) / self.std
 
 
-# The raw parameter of `_Model` for each hyper-parameter.
-_RAW = {
-    "length_scale": "smooth.base_kernel.raw_lengthscale",
-    "output_scale": "smooth.raw_outputscale",
-    "noise": "likelihood.noise_covar.raw_noise",
-    "level_scale": "level.raw_constant",
-}
+class _Curves(gpytorch.models.ExactGP):  # type: ignore[misc]
+    """Independent trajectories with as many points each, of mean 0, under one kernel and one noise."""
 
+    def __init__(self, times: Tensor, targets: Tensor, kernel: Any, likelihood: Any) -> None:
+        super().__init__(times, targets, likelihood)
+        self.kernel = kernel
 
-class _Model(gpytorch.Module):  # type: ignore[misc]
-    """A `GaussianProcess` in standardised units for n trajectories; raw parameters are logarithms.
-
-    It does without `gpytorch.models.ExactGP`, which computes the covariance of all pairs of test points.
-    """
-
-    def __init__(self, process: GaussianProcess) -> None:
-        def positive() -> Any:
-            return gpytorch.constraints.Positive(torch.exp, torch.log)
-
-        super().__init__()
-        self.smooth = gpytorch.kernels.ScaleKernel(
-            gpytorch.kernels.RBFKernel(lengthscale_constraint=positive()), outputscale_constraint=positive()
-        )
-        self.level = gpytorch.kernels.ConstantKernel(constant_constraint=positive())
-        self.likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=positive())
-        self.double()
-        for name, raw in _RAW.items():
-            value = getattr(process, name)
-            self.get_parameter(raw).data.fill_(math.log(value) if value else -math.inf)
-
-    def kernel(self, times: Tensor, others: Tensor) -> Any:
-        """Return the covariance of noise-free metrics, ``n x K x L``, lazily; times are ``n x K x 1``."""
-        return (self.smooth + self.level)(times, others)
-
-    def observations(self, times: Tensor) -> Any:
-        """Return the prior distribution of observations."""
-        prior = gpytorch.distributions.MultivariateNormal(torch.zeros_like(times[..., 0]), self.kernel(times, times))
-        return self.likelihood(prior)
-
-    def forward(self, times: Tensor, targets: Tensor) -> Tensor:
-        """Return the total log marginal likelihood of targets, ``n x K``."""
-        total: Tensor = self.observations(times).log_prob(targets).sum()
+    def log_likelihood(self) -> Tensor:
+        """Return the total log marginal likelihood."""
+        total: Tensor = self.likelihood(self(*self.train_inputs)).log_prob(self.train_targets).sum()
         return total
 
-    def posterior(self, times: Tensor, targets: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance at a grid, ``n x L`` (Rasmussen & Williams, Algorithm 2.1)."""
-        root = self.observations(times).lazy_covariance_matrix.cholesky()
-        cross = root.solve(self.kernel(times, grid).to_dense())
-        mean = (cross * root.solve(targets[..., None])).sum(-2)
-        variance = self.kernel(grid, grid).diagonal(dim1=-2, dim2=-1) - cross.square().sum(-2)
-        return mean, variance.clamp(min=0)
-
-    def left_out(self, times: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of each target given the others, ``n x K`` (Rasmussen & Williams, Eq. 5.12)."""
-        inverse = torch.cholesky_inverse(self.observations(times).lazy_covariance_matrix.cholesky().to_dense())
-        return targets - (inverse @ targets[..., None]).squeeze(-1) / inverse.diagonal(dim1=-2, dim2=-1)
+    def forward(self, times: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(torch.zeros_like(times[..., 0]), self.kernel(times))
 
 
-@contextmanager
-def _exact(*, gradients: bool = False) -> Iterator[None]:
-    """Make gpytorch factorise matrices of any size; by default it uses iterative solvers for large ones."""
-    with torch.set_grad_enabled(gradients), gpytorch.settings.max_cholesky_size(1_000_000):
-        yield
+class _LogInterval(gpytorch.constraints.Interval):  # type: ignore[misc]
+    """Bounds of a positive number: the raw parameter says by a sigmoid where between them its logarithm is."""
 
+    def transform(self, tensor: Tensor) -> Tensor:
+        return torch.lerp(*self._logarithms(), tensor.sigmoid()).exp()
 
-def _in_batches(trajectories: Sequence[Trajectory], compute: Callable[[Sequence[Trajectory]], Iterable[R]]) -> list[R]:
-    """Apply a batched computation to trajectories of one shape at a time; return the results in the given order."""
-    results: dict[int, R] = {}
-    with _exact():
-        for rows in _alike(trajectories, lambda t: (len(t.cost), len(t.phi))):
-            batch = [trajectories[row] for row in rows]
-            results.update(zip(rows, compute(batch), strict=True))
-    return [results[row] for row in range(len(trajectories))]
+    def inverse_transform(self, transformed_tensor: Tensor) -> Tensor:
+        low, high = self._logarithms()
+        place = (transformed_tensor.log() - low) / (high - low)
+        return place.logit(eps=0.01)  # away from the bounds, where no gradient would lead back
 
-
-def _alike(trajectories: Sequence[Trajectory], key: Callable[[Trajectory], Hashable]) -> list[list[int]]:
-    """Group trajectories of equal shape, so that batches need no padding; return their positions."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for row, trajectory in enumerate(trajectories):
-        groups[key(trajectory)].append(row)
-    return list(groups.values())
+    def _logarithms(self) -> tuple[Tensor, Tensor]:
+        return self.lower_bound.log(), self.upper_bound.log()
 
 
 def _moments(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
@@ -307,18 +205,17 @@ def _moments(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
     Where nothing varies within trajectories, std is a small fraction of the spread between them, or 1 if there is none.
     """
     means = torch.stack([t.cost.mean() for t in trajectories])
+    counts = torch.tensor([len(t.cost) for t in trajectories]).double()
     squares = torch.stack([(t.cost - t.cost.mean()).square().sum() for t in trajectories]).sum()
-    counts = torch.tensor([float(len(t.cost)) for t in trajectories], dtype=torch.float64)
-    between = float(means.var(correction=0))
-    within = float(squares / (counts - 1).sum().clamp(min=1))
-    mean = float((means * counts).sum() / counts.sum())
+    between, within = float(means.var(correction=0)), float(squares / (counts - 1).sum().clamp(min=1))
     std = max(math.sqrt(within), 1e-3 * math.sqrt(between)) or 1.0
     level = max(between - within * float((1 / counts).mean()), 0.0)
-    return level / std**2, mean, std
+    return level / std**2, float((means * counts).sum() / counts.sum()), std
 
 
 def _times(trajectory: Trajectory, steps: Tensor) -> Tensor:
-    return steps.double() / (len(trajectory.phi) - 1)
+    """Return the times of some steps, ``K x 1``."""
+    return steps.double()[:, None] / (len(trajectory.phi) - 1)
 
 
 def _is_constant(trajectory: Trajectory) -> bool:

@@ -43,17 +43,33 @@ class Observations:
             ValueFunctionError: The trajectories are of different adapters.
         """
         items = list(trajectories)
-        counts = torch.tensor([len(t.cost) for t in items])
-        points = int(counts.sum())
+        return cls.labelled(items, [(t.observed, t.cost, torch.ones(len(t.cost))) for t in items])
+
+    @classmethod
+    def labelled(
+        cls, trajectories: Sequence[Trajectory], labels: Sequence[tuple[Tensor, Tensor, Tensor]]
+    ) -> "Observations":
+        """Gather points of trajectories, one trajectory after another.
+
+        Args:
+            trajectories: At least one.
+            labels: For each, which of its steps, ``m``, their labels, ``m``, and the labels' sigma, ``m``.
+
+        Raises:
+            ValueFunctionError: The trajectories are of different adapters.
+        """
+        steps, cost, sigma = zip(*labels, strict=True)
+        counts = torch.tensor([len(each) for each in steps])
+        pairs = list(zip(trajectories, steps, strict=True))
         return cls(
-            phi=torch.cat([t.observed_phi for t in items]).float(),
-            cost=torch.cat([t.cost for t in items]).double(),
-            sigma=torch.ones(points),
-            trajectory=torch.arange(len(items)).repeat_interleave(counts),
-            round=torch.tensor([t.round for t in items]).repeat_interleave(counts),
-            progress=torch.cat([t.observed / (len(t.phi) - 1) for t in items]),
-            observed=torch.ones(points, dtype=torch.bool),
-            signature=common_signature(items),
+            phi=torch.cat([t.phi[own] for t, own in pairs]).float(),
+            cost=torch.cat(cost).double(),
+            sigma=torch.cat(sigma).float(),
+            trajectory=torch.arange(len(pairs)).repeat_interleave(counts),
+            round=torch.tensor([t.round for t in trajectories]).repeat_interleave(counts),
+            progress=torch.cat([own / (len(t.phi) - 1) for t, own in pairs]),
+            observed=torch.cat([torch.isin(own, t.observed) for t, own in pairs]),
+            signature=common_signature(trajectories),
         )
 
     @classmethod

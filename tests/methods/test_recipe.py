@@ -26,7 +26,7 @@ from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_st
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.labels import LinearLabels
+from metricopt_ext.value.interpolation import LinearLabels
 from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import RidgeValueFunction

@@ -64,14 +64,6 @@ def _sampled(
     return made
 
 
-def _noise_only(seed: int, level: float) -> list[Trajectory]:
-    rng = np.random.default_rng(seed)
-    return [
-        _along(40, observation_steps(40, 5, seed, i).tolist(), rng.normal(size=5) + level * rng.normal(), index=i)
-        for i in range(10)
-    ]
-
-
 @pytest.fixture
 def smooth() -> Callable[..., Any]:
     """A cost that no diagonal quadratic follows."""
@@ -106,9 +98,3 @@ def mixed() -> Callable[..., Any]:
 def sampled() -> Callable[..., Any]:
     """Draw trajectories of 40 steps from a Gaussian process of output scale 1."""
     return _sampled
-
-
-@pytest.fixture
-def noise_only() -> Callable[..., Any]:
-    """Make trajectories whose costs are noise around a level of their own."""
-    return _noise_only

@@ -1,4 +1,4 @@
-"""Labels at all steps: where they come from, how sure they are, and whether they are worth it."""
+"""Labels at all steps: where they come from and how sure they are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.interpolation import GaussianProcess
-from metricopt_ext.value.labels import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcess, GaussianProcessLabels, LinearLabels
 from metricopt_ext.value.observations import Observations
 
 
@@ -32,8 +31,8 @@ def assert_dense(labels: Observations, data: list[Trajectory]) -> None:
 
 def test_gaussian_process_labels(mixed: Callable[..., list[Trajectory]]) -> None:
     data = [replace(t, round=t.index // 3) for t in mixed()]
-    process = GaussianProcess.fit(data)
-    labels = GaussianProcessLabels(always=True)(data)
+    process = GaussianProcess(data)
+    labels = GaussianProcessLabels()(data)
     assert_dense(labels, data)
     posteriors = process.posterior(data)
     means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
@@ -52,8 +51,8 @@ def test_labels_as_printed(sampled: Callable[..., list[Trajectory]], along: Call
         *sampled(4, 5, length_scale=0.3, noise=0.05, level=1.0),
         along(40, [0, 5, 10, 20, 40], [0.4, 0.4, 0.4, 0.4, 0.4], index=9),
     ]
-    process = GaussianProcess.fit(data, levels=False)
-    labels = GaussianProcessLabels(always=True, levels=False, noisy=False)(data)
+    process = GaussianProcess(data, levels=False)
+    labels = GaussianProcessLabels(levels=False, noisy=False)(data)
     assert_dense(labels, data)
     posteriors = process.posterior(data)
     means, stds = (torch.cat([p[i] for p in posteriors]) for i in (0, 1))
@@ -61,22 +60,6 @@ def test_labels_as_printed(sampled: Callable[..., list[Trajectory]], along: Call
     least = 0.01 * process.std
     torch.testing.assert_close(labels.sigma, stds.clamp(min=least).float())
     torch.testing.assert_close(labels.sigma[-41:], torch.full((41,), least))
-
-
-def equal(ours: Observations, theirs: Observations) -> bool:
-    pairs = [(getattr(ours, name), value) for name, value in vars(theirs).items()]
-    return all(torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
-
-
-def test_labels_follow_the_skill(along: Callable[..., Trajectory]) -> None:
-    """Parabolas are interpolated well; of costs that jump up and down, others tell the contrary."""
-    observed = range(0, 41, 5)
-    smooth = [along(40, observed, [(step / 40 - 0.1 * i) ** 2 for step in observed], index=i) for i in range(10)]
-    labels = GaussianProcessLabels()(smooth)
-    assert_dense(labels, smooth)
-    jumps = [along(40, observed, [(-1.0) ** (step // 5 + i) for step in observed], index=i) for i in range(10)]
-    labels = GaussianProcessLabels()(jumps)
-    assert equal(labels, Observations.of(jumps))
 
 
 def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:

@@ -11,7 +11,7 @@ from helpers.refusals import assert_named
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.labels import LinearLabels
+from metricopt_ext.value.interpolation import LinearLabels
 from metricopt_ext.value.observations import Observations
 
 
