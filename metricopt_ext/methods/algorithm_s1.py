@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.algorithm1 import END_QUERIES
@@ -33,14 +34,13 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 from metricopt_ext.value.fitting import Fit, measure
 from metricopt_ext.value.observations import Labeller, Observations
-from metricopt_ext.value.online import OnlineReptile
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 Estimator = Literal["combined", "score"]
 ESTIMATORS = get_args(Estimator)
 
-CHECKPOINT_FORMAT = "metricopt_ext/joint_training/1"
+CHECKPOINT_FORMAT = "metricopt_ext/joint_training/2"
 
 # Task indices from here on are unrolled to train the optimizer, and never observed.
 UNROLLED = 2 * FRESH
@@ -455,7 +455,8 @@ class _Training:
         self.settings, self.task, self.iterations, self.seed, self.store = settings, task, iterations, seed, store
         self.rule = settings.new_rule(seed).to(task.origin().device)  # line 1
         self.adam = torch.optim.Adam([self.rule.weights], settings.rate)
-        self.value = OnlineReptile(settings.value, task.dim, seed)
+        self.f = NeuralValueFunction.drawn(task.dim, 1, generator(seed, "online reptile")).eval().requires_grad_(False)
+        self.weights = parameters_to_vector(self.f.parameters())  # f's meta-weights
         self.iteration = 0
         self.labelled: list[Observations] = []  # of the latest meta-iterations
         self.predicted: list[Tensor] = []
@@ -466,11 +467,12 @@ class _Training:
         new = self.settings.collect(  # line 3
             self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed
         )
-        settings, task, f, i = self.settings, self.task, self.value.f, self.iteration
+        settings, task, f, i = self.settings, self.task, self.f, self.iteration
         with torch.no_grad():
             self.predicted.append(f.cpu()(torch.cat([t.observed_phi for t in new])).double())
         self._label(new)  # line 4
-        self.value.adapt(Observations.joined(self.labelled), len(new), i)  # line 5
+        data, rng = Observations.joined(self.labelled), generator(self.seed, "online reptile", i)
+        adapted = settings.value.adapt(f, self.weights, data, len(new), rng)  # line 5
         f.to(task.origin().device)
         for update in range(i * settings.updates, (i + 1) * settings.updates):  # line 6
             gradient, value = settings.gradient(task, self.rule, f, seed=self.seed, update=update)
@@ -478,7 +480,7 @@ class _Training:
             self.adam.step()
             self.objectives.append(value)
         f.cpu()
-        self.value.update(1 - i / self.iterations)  # line 7
+        self.weights = torch.lerp(self.weights, adapted, 1 - i / self.iterations)  # line 7
         self.iteration += 1
 
     def _label(self, new: Sequence[Trajectory]) -> None:
@@ -488,7 +490,7 @@ class _Training:
 
     def result(self) -> JointlyLearned:
         """Return what was learned (line 9)."""
-        f, seen = self.value.f, list(self.store)
+        f, seen = self.f, list(self.store)
         true = torch.cat([t.cost for t in seen])
         trajectory = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(t.cost) for t in seen]))
         late = trajectory >= len(seen) // 2
@@ -504,8 +506,9 @@ class _Training:
             "rule": self.rule.weights,
             "predicted": torch.cat(self.predicted),
             "objectives": torch.tensor(self.objectives, dtype=torch.float64),
+            "weights": self.weights,
             **adam,
-            **{f"value.{name}": value for name, value in self.value.state_dict().items()},
+            **{f"f.{name}": value for name, value in self.f.state_dict().items()},
         }
         return {name: value.detach().cpu() for name, value in tensors.items()}
 
@@ -516,7 +519,8 @@ class _Training:
             name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
             for name, each in _under("adam.", state).items()
         }
-        self.value.load_state_dict(_under("value.", state))
+        self.f.load_state_dict(_under("f.", state))
+        self.weights = state["weights"]
         self.predicted, self.objectives = [state["predicted"]], state["objectives"].tolist()
 
     def save(self, path: Path) -> None:
@@ -534,13 +538,14 @@ class _Training:
         tensors, described = read_tensors(path, CHECKPOINT_FORMAT)
         with content_of(path, "state of a joint training"):
             check_integer(1, iteration=described["iteration"])
-            adam, value = _under("adam.", tensors), _under("value.", tensors)
+            adam, f = _under("adam.", tensors), _under("f.", tensors)
             shape = self.rule.weights.shape
             check_tensors(path, adam, {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
-            check_tensors(path, value, {name: own.shape for name, own in self.value.state_dict().items()})
+            check_tensors(path, f, {name: own.shape for name, own in self.f.state_dict().items()})
             iteration = described["iteration"]
             observed = sum(len(t.cost) for t in self.store if t.round < iteration)
-            own = {"rule": shape, "predicted": (observed,), "objectives": (iteration * self.settings.updates,)}
+            objectives = (iteration * self.settings.updates,)
+            own = {"rule": shape, "weights": self.weights.shape, "predicted": (observed,), "objectives": objectives}
             check_tensors(path, {name: tensors[name] for name in own}, own)
             self.iteration = iteration
             self._take(tensors)

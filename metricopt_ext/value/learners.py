@@ -69,11 +69,8 @@ class NeuralLearner:
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Minimise the objective for all members at once."""
         rng = generator(seed, "fit")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], folds * self.nets).like(data.phi)
-        f.cost_mean.copy_(data.cost.mean())
-        f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
+        f = NeuralValueFunction.drawn(data.phi.shape[-1], folds * self.nets, rng).to(data.phi)
+        f.standardise(data.cost)
         sigma = comparable_sigma(data)
         seen = [(fold != member % folds).nonzero().squeeze(1) for member in range(folds * self.nets)]
         optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
@@ -119,7 +116,7 @@ class RidgeLearner:
 
     def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
         """Fit each member to the points outside its fold."""
-        f = RidgeValueFunction(data.phi.shape[-1], folds).like(data.phi)
+        f = RidgeValueFunction(data.phi.shape[-1], folds)
         features, cost = f.basis(data.phi).double(), data.cost.double()
         for member in range(folds):
             seen = fold != member

@@ -1,14 +1,13 @@
 """Meta-trains value functions by first-order Reptile (paper, section 3.1; Algorithm 1, lines 1-8)."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 
 from metricopt_ext.utils.checks import check_integer
@@ -16,12 +15,6 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
-
-Weights = list[Tensor]
-
-# Fewer updates barely train f, see `ReptileLearner.paper`.
-LEAST_UPDATES = 300
-
 
 # Makes the optimizer of one inner loop, without any history, from the parameters.
 InnerOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -33,6 +26,9 @@ ADAMW = partial(torch.optim.AdamW, lr=5e-3, weight_decay=1.0, fused=True)
 @dataclass(frozen=True)
 class ReptileLearner:
     """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `learners.Learner`.
+
+    Called, it meta-trains f on all tasks at hand (Algorithm 1); `adapt` adapts f to each task as its metrics arrive
+    (Algorithm S1).
 
     A task is a trajectory, and any task so far may be drawn again. Batches of one trajectory each, as in Algorithm 1,
     would let BatchNorm normalise away what differs between tasks. Over mixed batches Reptile amounts to a slow
@@ -67,9 +63,8 @@ class ReptileLearner:
         Raises:
             ValueError: A value is out of range; the message gives it.
         """
-        check_integer(1, iterations=self.iterations, tasks=self.tasks, inner_steps=self.inner_steps)
-        optional = {"passes": self.passes, "points": self.points}
-        check_integer(1, **{name: value for name, value in optional.items() if value is not None})
+        numbers = {name: getattr(self, name) for name in ("iterations", "passes", "tasks", "points", "inner_steps")}
+        check_integer(1, **{name: value for name, value in numbers.items() if value is not None})
         if self.points is not None and self.points * self.tasks < 2:
             raise ValueError(
                 f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"
@@ -109,108 +104,100 @@ class ReptileLearner:
             f in evaluation mode, with BatchNorm statistics over all points that a member may see.
         """
         rng = generator(seed, "reptile")
-        f = self._initialise(data, folds, rng)
+        f = NeuralValueFunction.drawn(data.phi.shape[-1], folds, rng).to(data.phi)
+        if self.standardise:
+            f.standardise(data.cost)
+        tasks = Tasks.of(data.trajectory)
         seen = fold[:, None] != torch.arange(folds)
-        tasks = Tasks.of(data.trajectory, seen)
-        sigma = comparable_sigma(data)
-
-        def loss(batch: Tensor) -> Tensor:
-            return self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
-
-        w = export_weights(f)
-        for eta, drawn in self._schedule(tasks, rng):
-            batch = tasks.points_of(drawn, self.points, rng)
-            w_tilde = inner_loop(f, self.inner, self.inner_steps, partial(loss, batch))
-            w = interpolate(w, w_tilde, eta)
-            import_weights(f, w)
+        w = parameters_to_vector(f.parameters()).detach()
+        for eta, drawn in self._schedule(seen[tasks.points[:, 0]].T, rng):
+            w_tilde = self._inner_loop(f, data, tasks.points_of(drawn, self.points, rng), rng)
+            w = torch.lerp(w, w_tilde, eta)
+            set_weights(f, w)
         if self.adapted:
-            import_weights(f, w_tilde)
-
+            set_weights(f, w_tilde)
         set_statistics(f, data.phi, seen)
         warn_of_collapse(f, data.phi, data.cost)
         return f
 
-    def _schedule(self, tasks: "Tasks", rng: torch.Generator) -> Iterator[tuple[float, Tensor]]:
-        """Yield the meta learning rate eta, 1 at first and falling linearly towards 0, and the tasks of a meta-batch.
+    def adapt(self, f: NeuralValueFunction, w: Tensor, data: Observations, newest: int, rng: torch.Generator) -> Tensor:
+        """Adapt f to the newest tasks from meta-weights on: w~ = w - alpha grad L_v(w) (Algorithm S1, line 5).
+
+        The meta-batch is the newest tasks, and earlier ones until there are ``tasks``. BatchNorm's statistics are then
+        taken over all labelled points, and costs standardised by them if f predicts standardised costs.
+
+        Args:
+            f: A single network, frozen, which is left with the adapted weights.
+            w: The meta-weights, flat.
+            data: The labelled points of all tasks so far, the newest last.
+            newest: How many tasks are new.
+            rng: Source of all draws.
+
+        Returns:
+            The adapted weights w~, flat.
+        """
+        set_weights(f, w)
+        if self.standardise:
+            f.standardise(data.cost)
+        tasks = Tasks.of(data.trajectory)
+        new = torch.arange(len(tasks.points))[-newest:]
+        earlier = torch.randperm(len(tasks.points) - newest, generator=rng)[: max(0, self.tasks - newest)]
+        batch = tasks.points_of(torch.cat([new, earlier])[None], self.points, rng)
+        w_tilde = self._inner_loop(f.train().requires_grad_(True), data, batch, rng)
+        set_statistics(f, data.phi, torch.ones(len(data.phi), 1, dtype=torch.bool))
+        f.set_domain(data.phi)
+        return w_tilde
+
+    def _inner_loop(self, f: NeuralValueFunction, data: Observations, batch: Tensor, rng: torch.Generator) -> Tensor:
+        """Descend the objective from f's weights with a fresh optimizer; return the weights reached (line 5)."""
+        optimizer, sigma = self.inner(f.parameters()), comparable_sigma(data)[batch]
+        for _ in range(self.inner_steps):
+            optimizer.zero_grad()
+            self.objective(f, data.phi[batch], data.cost[batch], sigma, rng).backward()
+            optimizer.step()
+        return parameters_to_vector(f.parameters()).detach()
+
+    def _schedule(self, seen: Tensor, rng: torch.Generator) -> Iterator[tuple[float, Tensor]]:
+        """Yield eta, 1 at first and falling linearly towards 0, and the distinct tasks of a meta-batch, ``M x tasks``.
 
         Each meta-batch is drawn only when requested, as the points and the triplets come from the same stream.
+
+        Args:
+            seen: Whether a member may see a task, ``M x tasks``, bool.
+            rng: Source of the draws.
         """
+        own = seen.sum(1, keepdim=True)
+        at_once = min(self.tasks, int(own.min()))
         if self.passes is None:
             for iteration in range(self.iterations):
-                yield 1 - iteration / self.iterations, tasks.draw(self.tasks, rng)
+                yield 1 - iteration / self.iterations, torch.multinomial(seen.float(), at_once, generator=rng)
             return
-        iterations = self.passes * tasks.draws_per_pass(self.tasks)
-        updates = iterations * self.inner_steps
-        if updates < LEAST_UPDATES:
-            enough = math.ceil(self.passes * LEAST_UPDATES / updates)
-            warnings.warn(
-                f"f gets only {updates} updates, and fewer than {LEAST_UPDATES} barely train it: set passes to {enough}"
-                f" or more (it is {self.passes}), and let meta-batches mix many tasks (tasks is {self.tasks})",
-                stacklevel=4,
-            )
-        batches = chain.from_iterable(tasks.draw_all(self.tasks, rng) for _ in range(self.passes))
-        for iteration, drawn in enumerate(batches):
-            yield 1 - iteration / iterations, drawn
-
-    def _initialise(self, data: Observations, members: int, rng: torch.Generator) -> NeuralValueFunction:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rng.initial_seed())
-            f = NeuralValueFunction(data.phi.shape[-1], members).like(data.phi)
-        if self.standardise:
-            f.cost_mean.copy_(data.cost.mean())
-            f.cost_std.copy_(data.cost.std().clamp(min=1e-8))
-        return f
+        per_pass = math.ceil(int(own.max()) / at_once)
+        places = torch.arange(per_pass * at_once) % own  # where they do not divide evenly, a member starts again
+        for iteration in range(self.passes * per_pass):
+            if iteration % per_pass == 0:
+                batches = _shuffled(seen, rng).gather(-1, places).split(at_once, dim=-1)
+            yield 1 - iteration / (self.passes * per_pass), batches[iteration % per_pass]
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks (trajectories) that the members draw their meta-batches from.
+    """The tasks (trajectories) that meta-batches are drawn from.
 
     Attributes:
         points: Indices of each task's points, ``tasks x longest``, padded with 0.
         count: How many of them are its points, ``tasks``.
-        seen: Whether a member may see a task, ``M x tasks``, bool.
     """
 
     points: Tensor
     count: Tensor
-    seen: Tensor
 
     @classmethod
-    def of(cls, trajectory: Tensor, seen: Tensor) -> "Tasks":
-        """Group points by task.
-
-        Args:
-            trajectory: The task of each point, ``n``.
-            seen: Whether a member may see a point, ``n x M``, the same along a trajectory.
-        """
+    def of(cls, trajectory: Tensor) -> "Tasks":
+        """Group points by their trajectory, ``n``."""
         _, task, count = trajectory.unique(return_inverse=True, return_counts=True)
         by_task = task.argsort(stable=True).split(count.tolist())
-        points = pad_sequence(list(by_task), batch_first=True)
-        return cls(points, count, seen[points[:, 0]].T)
-
-    def draw(self, tasks: int, rng: torch.Generator) -> Tensor:
-        """Draw distinct tasks for each member, ``M x tasks``; all that a member may see, if those are fewer."""
-        return torch.multinomial(self.seen.float(), self._at_once(tasks), generator=rng)
-
-    def draw_all(self, tasks: int, rng: torch.Generator) -> list[Tensor]:
-        """Shuffle each member's tasks and divide them into meta-batches as `draw` returns them.
-
-        Every task is in one of them. If they do not divide evenly, a member starts again with its first.
-        """
-        own = self.seen.sum(1, keepdim=True)  # M x 1
-        keys = torch.rand(self.seen.shape, generator=rng)
-        shuffled = keys.masked_fill(~self.seen, 2.0).argsort(-1)  # what the member may not see comes last
-        at_once = self._at_once(tasks)
-        places = torch.arange(self.draws_per_pass(tasks) * at_once) % own
-        return list(shuffled.gather(-1, places).split(at_once, dim=-1))
-
-    def draws_per_pass(self, tasks: int) -> int:
-        """Return the number of meta-batches of `draw_all`."""
-        return math.ceil(int(self.seen.sum(1).max()) / self._at_once(tasks))
-
-    def _at_once(self, tasks: int) -> int:
-        return min(tasks, int(self.seen.sum(1).min()))
+        return cls(pad_sequence(list(by_task), batch_first=True), count)
 
     def points_of(self, drawn: Tensor, points: int | None, rng: torch.Generator) -> Tensor:
         """Draw some points of each task; see `ReptileLearner`.
@@ -224,37 +211,22 @@ class Tasks:
             Indices of points, ``B x M``, where B is tasks times points.
         """
         count, longest = self.count[drawn][..., None], self.points.shape[1]
-        keys = torch.rand(*drawn.shape, longest, generator=rng)
-        shuffled = keys.masked_fill(torch.arange(longest) >= count, 2.0).argsort(-1)  # padding comes last
+        shuffled = _shuffled(torch.arange(longest) < count, rng)
         wanted = torch.arange(points or longest) % count  # a short task starts again
         return self.points[drawn].gather(-1, shuffled.gather(-1, wanted)).flatten(1).T
 
 
-def export_weights(f: NeuralValueFunction) -> Weights:
-    """Return a copy of f's parameters; BatchNorm's running statistics are not among them."""
-    return [parameter.detach().clone() for parameter in f.parameters()]
+def _shuffled(wanted: Tensor, rng: torch.Generator) -> Tensor:
+    """Return the places of what is wanted, ``... x n``, in random order; the others come last."""
+    return torch.rand(wanted.shape, generator=rng).masked_fill(~wanted, 2.0).argsort(-1)
 
 
 @torch.no_grad()
-def import_weights(f: NeuralValueFunction, weights: Weights) -> None:
-    """Copy weights that `export_weights` returned into f."""
-    for parameter, weight in zip(f.parameters(), weights, strict=True):
-        parameter.copy_(weight)
-
-
-def interpolate(old: Weights, new: Weights, eta: float) -> Weights:
-    """Return old + eta (new - old) (Algorithm 1, line 6)."""
-    return [torch.lerp(a, b, eta) for a, b in zip(old, new, strict=True)]
-
-
-def inner_loop(f: NeuralValueFunction, inner: InnerOptimizer, steps: int, loss: Callable[[], Tensor]) -> Weights:
-    """Descend a loss of f from its current weights with a fresh optimizer; return the weights reached (line 5)."""
-    optimizer = inner(f.parameters())
-    for _ in range(steps):
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return export_weights(f)
+def set_weights(f: NeuralValueFunction, weights: Tensor) -> None:
+    """Copy flat weights into f's parameters; BatchNorm's running statistics are not among them."""
+    parameters = list(f.parameters())
+    for parameter, own in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
+        parameter.copy_(own.view_as(parameter))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.utils.words import shortened
-
-F = TypeVar("F", bound="ValueFunction")
 
 FILE_FORMAT = "metricopt_ext/value_function/4"
 
@@ -101,7 +99,6 @@ class ValueFunction(nn.Module):
     kind: ClassVar[str]
     has_file: ClassVar[bool] = True
     all_directions: bool = False  # fitted to points in all directions, not along loss gradients
-    costs: ClassVar[tuple[str, ...]] = ()  # buffers in units of the cost, which stay float64
     centre: Tensor
     radius: Tensor
     gradient_floor: Tensor
@@ -179,13 +176,6 @@ class ValueFunction(nn.Module):
             self.radius.clamp_(min=float((reaching - self.centre).norm()))
         self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
 
-    def like(self: F, phi: Tensor) -> F:
-        """Move f to the device and the precision of phi, but for what is in units of the cost."""
-        self.to(phi)
-        for name in self.costs:
-            setattr(self, name, getattr(self, name).double())
-        return self
-
     def take_domain(self, f: "ValueFunction") -> None:
         """Take the domain, quality and precision of another value function."""
         self.quality, self.all_directions = f.quality, f.all_directions
@@ -222,7 +212,6 @@ class NeuralValueFunction(ValueFunction):
     """
 
     kind = "neural"
-    costs = ("cost_mean", "cost_std")
     WIDTHS = (64, 32, 32, 16)
     cost_mean: Tensor
     cost_std: Tensor
@@ -236,6 +225,18 @@ class NeuralValueFunction(ValueFunction):
         self.head = MemberLinear(members, widths[-1], 1)
         self.register_buffer("cost_mean", torch.tensor(0.0, dtype=torch.float64))
         self.register_buffer("cost_std", torch.tensor(1.0, dtype=torch.float64))
+
+    @classmethod
+    def drawn(cls, dim: int, members: int, rng: torch.Generator) -> "NeuralValueFunction":
+        """Return an untrained f whose weights follow from a generator's seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rng.initial_seed())
+            return cls(dim, members)
+
+    def standardise(self, cost: Tensor) -> None:
+        """Take the mean and the standard deviation of costs, ``n``, as units of what the networks predict."""
+        std = cost.double().std()
+        self.cost_mean, self.cost_std = cost.double().mean(), std.where(std > 0, 1.0)
 
     def features(self, phi: Tensor) -> Tensor:
         """Return each member's embedding g, ``B x M x 16``, of what each member is given, ``B x M x d``."""
@@ -278,7 +279,6 @@ class RidgeValueFunction(ValueFunction):
     """
 
     kind = "ridge"
-    costs = ("intercept",)
     intercept: Tensor
     coefficients: Tensor
 

@@ -22,7 +22,8 @@ from metricopt_ext.search.learned import LearnedObjective, LearnedOptimizer, com
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.online import OnlineReptile
+from metricopt_ext.value.reptile import ReptileLearner
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 QUICK = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, start_std=0.5, hidden=4, step=0.1)
 
@@ -31,9 +32,11 @@ def known_f(task: Any, settings: AlgorithmS1 = QUICK) -> Any:
     """A value function that was adapted to two tasks."""
     store, rule = TrajectoryStore(), settings.new_rule(0)
     trajectories = settings.collect(task, rule, store, iteration=0, seed=0)
-    value = OnlineReptile(settings.value, task.dim, 0)
-    value.adapt(Observations.of(trajectories), len(trajectories), 0)
-    return value.f
+    rng = torch.Generator().manual_seed(0)
+    f = NeuralValueFunction.drawn(task.dim, 1, rng)
+    weights = torch.nn.utils.parameters_to_vector(f.parameters()).detach()
+    settings.value.adapt(f, weights, Observations.of(trajectories), len(trajectories), rng)
+    return f
 
 
 @pytest.mark.parametrize("sees_metric", [False, True])
@@ -126,7 +129,7 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
 def test_a_meta_iteration_is_lines_3_to_7_in_order(
     quadratic: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, called, etas = quadratic(3), [], []
+    task, called, weights = quadratic(3), [], []
     settings = replace(QUICK, updates=2, rate=0.05, tasks=1)
 
     def spy(owner: Any, name: str) -> None:
@@ -134,19 +137,20 @@ def test_a_meta_iteration_is_lines_3_to_7_in_order(
 
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
             called.append(name)
-            if name == "update":
-                etas.append(args[0])
-            return original(self, *args, **options)
+            returned = original(self, *args, **options)
+            if name == "adapt":
+                weights.append((args[1].clone(), returned.clone()))
+            return returned
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    for owner, names in ((AlgorithmS1, ("collect", "gradient")), (OnlineReptile, ("adapt", "update"))):
-        for name in names:
-            spy(owner, name)
+    for owner, name in ((AlgorithmS1, "collect"), (AlgorithmS1, "gradient"), (ReptileLearner, "adapt")):
+        spy(owner, name)
     store = TrajectoryStore()
     result = settings.meta_train(task, iterations=3, seed=1, store=store)
-    assert called == ["collect", "adapt", "gradient", "gradient", "update"] * 3
-    assert etas == pytest.approx([1, 2 / 3, 1 / 3])
+    assert called == ["collect", "adapt", "gradient", "gradient"] * 3
+    for eta, (before, adapted), (after, _) in zip((1, 2 / 3), weights[:2], weights[1:], strict=True):  # line 7
+        torch.testing.assert_close(after, before + eta * (adapted - before))
     assert task.queries == len(store) * 3 == 3 * 3
     assert len(result.objectives) == 6
     assert result.f.quality is not None

@@ -18,7 +18,7 @@ from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
-from metricopt_ext.value.reptile import SGD, ReptileLearner, Tasks
+from metricopt_ext.value.reptile import SGD, ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM = 4
@@ -132,7 +132,6 @@ def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.filterwarnings("ignore:f gets only 6 updates")
 def test_paper_preset_is_algorithm_1_as_printed() -> None:
     data, spy = observations(tasks=6, points=5), recorder()
     learner = ReptileLearner.paper()
@@ -162,13 +161,13 @@ def test_paper_preset_is_algorithm_1_as_printed() -> None:
 
 
 def test_meta_batches() -> None:
-    data, folds = observations(tasks=11, uneven=True), 3
-    fold = folded(data, folds)
-    tasks = Tasks.of(data.trajectory, fold[:, None] != torch.arange(folds))
-    generator, drawn = rng(), np.zeros((folds, 11))
-    for _ in range(300):
-        batch = tasks.points_of(tasks.draw(4, generator), 4, generator)
-        assert batch.shape == (16, folds)
+    data, folds, spy = observations(tasks=11, uneven=True), 3, Recorder(gamma=1, beta=0)
+    fold, drawn = folded(data, folds), np.zeros((folds, 11))
+    replace(QUICK, iterations=300, tasks=4, points=4, inner_steps=1, objective=spy)(data, fold, folds, seed=0)
+    assert len(spy.calls) == 300
+    for phi, _, _ in spy.calls:
+        assert phi.shape == (16, folds, DIM)
+        batch = (phi[:, :, None] == data.phi).all(-1).int().argmax(-1)
         for member in range(folds):
             ids, counts = np.unique(batch[:, member], return_counts=True)
             own = data.trajectory[ids].numpy()
