@@ -56,7 +56,7 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.objective import Objective, hardest_triplets
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
@@ -100,7 +100,6 @@ MIXED = ReptileLearner()
 # What is fitted to the default's trajectories, as changes of the recipe.
 FITS: dict[str, dict[str, Any]] = {
     "MLP alone": learner(),
-    "ridge alone": {"learners": (RidgeLearner(),)},
     "Reptile, mixed batches": {"learners": (MIXED,)},
     "Reptile, one task per BatchNorm batch": {"learners": (replace(MIXED, tasks=1, points=None),)},
     "Reptile, ordinal weight 0": {"learners": (replace(MIXED, objective=Objective(beta=0.0)),)},

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import GridSearchCV, LeaveOneGroupOut
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import assign_folds, measure
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.ridge import best_penalty, ridge_path
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import Quality
 
 # Turns the points of Observations, given a mask of those that may be learned from, into features, ``n x p``.
 Features = Callable[[Tensor], Tensor]
@@ -54,7 +57,7 @@ def trivial_predictors(trajectories: Sequence[Trajectory], *, folds: int = 4, se
         "loss": lambda seen: loss[:, None],
     }
     wide: dict[str, Features] = {
-        "diagonal_quadratic": lambda seen: RidgeValueFunction.basis(data.phi),
+        "diagonal_quadratic": lambda seen: torch.cat([data.phi, data.phi**2], 1),
         "full_quadratic": lambda seen: torch.cat([data.phi, data.phi[:, upper[0]] * data.phi[:, upper[1]]], 1),
     }
     everywhere = torch.ones_like(used)
@@ -73,8 +76,12 @@ def _cross_validated(
     predicted, cost = torch.empty(len(data.cost), dtype=torch.float64), data.cost.double()
     for member in range(int(fold.max()) + 1):
         seen = (fold != member) & learned
-        x = features(seen).double()
-        penalty = best_penalty(x[seen], cost[seen], data.trajectory[seen] % 5, penalties)
-        ((coefficients, intercept),) = ridge_path(x[seen], cost[seen], [penalty])
-        predicted[fold == member] = x[fold == member] @ coefficients + intercept
+        x, grid = (
+            features(seen).double().numpy(),
+            {"ridge__alpha": [penalty * int(seen.sum()) for penalty in penalties]},
+        )
+        ridge = make_pipeline(StandardScaler(), Ridge())
+        search = GridSearchCV(ridge, grid, scoring="neg_mean_absolute_error", cv=LeaveOneGroupOut())
+        search.fit(x[seen], cost[seen], groups=data.trajectory[seen] % 5)
+        predicted[fold == member] = torch.from_numpy(search.predict(x[fold == member]))
     return measure(predicted[used].float(), data.cost[used], data.trajectory[used])

@@ -38,7 +38,7 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import files
-from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4  # of a write: the file is made, half of it is written, it is synced, it gets its name
@@ -47,7 +47,7 @@ SEED = int(os.environ.get("METRICOPT_SEED", 0))
 
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "search": (None, 24),
-    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
+    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(NeuralLearner(iterations=20),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 30),
 }
 

@@ -28,7 +28,7 @@ from metricopt_ext.utils.checkpoint_file import read_checkpoint
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.loading import load_value_function
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality
 
 
 def model() -> nn.Module:
@@ -74,8 +74,8 @@ def saved(make: Callable[[], Any]) -> Callable[[Path], Path]:
     return write
 
 
-def ridge() -> RidgeValueFunction:
-    f = RidgeValueFunction(4, 2)
+def value_function() -> NeuralValueFunction:
+    f = NeuralValueFunction(4, 2)
     f.quality = Quality(0.5, 0.1, 0.2, 10, 5)
     f.signature = attach_film(model(), dim=4).signature
     return f
@@ -178,7 +178,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         r"tensor '2\.bias' has shape \(0, 1000000000\), the model's \(3,\)",
     ),
     "a value function's dim": (
-        attack_file({"settings": {"dim": 10**9}}, ridge),
+        attack_file({"settings": {"dim": 10**9}}, value_function),
         load_value_function,
         r"tensor 'centre' has shape \(4,\), but should have \(1000000000,\)",
     ),

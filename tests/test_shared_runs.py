@@ -27,7 +27,7 @@ from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.value.learners import RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
@@ -37,7 +37,7 @@ STRATEGIES = {
     "holdout": (None, 45),
     "settings": (None, 45),
     "lines": (None, 45),
-    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),)), 62),
+    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(NeuralLearner(iterations=20),)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
     "learned": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 40),
     "cma_es": (CMAES(), 45),

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import metricopt_ext as mo
-from metricopt_ext.value.value_function import RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction
 
 def make_model():
     torch.manual_seed(0)
@@ -29,8 +29,9 @@ def make_model():
     return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 
 def make_f():
-    f = RidgeValueFunction(4, 2).double()
-    f.coefficients.copy_(torch.randn(8, 2, generator=torch.Generator().manual_seed(5)))
+    torch.manual_seed(5)
+    f = NeuralValueFunction(4, 2).double()
+    f.cost_std.fill_(10.0)
     f.radius.fill_(2.0)
     f.gradient_floor.fill_(0.1)
     return f.eval()

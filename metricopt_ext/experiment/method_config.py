@@ -20,11 +20,11 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys
-from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import Learner, NeuralLearner
 from metricopt_ext.value.reptile import ReptileLearner
 
 DEFAULT = Recipe()
-LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "ridge": RidgeLearner(), "reptile": ReptileLearner()}
+LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "reptile": ReptileLearner()}
 DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
 
@@ -88,7 +88,7 @@ class RecipeConfig(MethodConfig):
     start_std: float = Recipe.start_std
     trials: int = Recipe.trials
     folds: int = Recipe.folds
-    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # any of neural, ridge, reptile
+    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # neural, reptile or both
 
     def build(self, finetune: FinetuneConfig) -> Recipe:
         """Return the recipe; see `MethodConfig.build`."""

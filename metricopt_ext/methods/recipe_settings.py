@@ -14,7 +14,7 @@ from metricopt_ext.utils.checks import check_above, check_at_least, check_instan
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
-from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import Learner, NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
 
 
@@ -82,7 +82,7 @@ class RecipeSettings:
     trials: int = 3
     folds: int = 4
     labels: Labeller = Observations.of
-    learners: tuple[Learner, ...] = field(default=(NeuralLearner(), RidgeLearner()))
+    learners: tuple[Learner, ...] = field(default=(NeuralLearner(),))
 
     def __post_init__(self) -> None:
         """Reject values that would only fail later.
@@ -102,11 +102,11 @@ class RecipeSettings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
         object.__setattr__(self, "settings", tuple(map(checked_weights, self.settings)))
         if not isinstance(self.learners, Sequence) or isinstance(self.learners, str):
-            raise ValueError(f"learners is {brief(self.learners)}; it must be a tuple, e.g. (RidgeLearner(),)")
+            raise ValueError(f"learners is {brief(self.learners)}; it must be a tuple, e.g. (NeuralLearner(),)")
         if not self.learners:
             raise ValueError("learners is empty; give at least one kind of value function to fit")
         for learner in self.learners:
-            check_instance("RidgeLearner()", learners=learner)
+            check_instance("NeuralLearner()", learners=learner)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.learners import Learner, NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import Learner, NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, ValueFunction
 
@@ -50,7 +50,7 @@ def fit_value_function(
 
     Args:
         data: The observed points.
-        learners: What to fit; by default the MLP and the diagonal quadratic ridge.
+        learners: What to fit; by default the MLP.
         folds: Number of folds.
         seed: Seed of folds, weights and batches.
 
@@ -74,7 +74,7 @@ def fit_value_function(
     fold = assign_folds(data.trajectory, folds, seed)
     used = data.where_used() & data.observed
     fits = []
-    for learner in learners or (NeuralLearner(), RidgeLearner()):
+    for learner in learners or (NeuralLearner(),):
         f = learner(data, fold, folds, seed)
         f.set_domain(data.phi)
         f.signature = data.signature

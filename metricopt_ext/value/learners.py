@@ -10,8 +10,7 @@ from metricopt_ext.utils.checks import check_above, check_at_least, check_intege
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.objective import Objective, comparable_sigma, warn_of_collapse
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.ridge import best_penalty, ridge_path
-from metricopt_ext.value.value_function import NeuralValueFunction, RidgeValueFunction, ValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
 
 
 class Learner(Protocol):
@@ -87,40 +86,4 @@ class NeuralLearner:
             schedule.step()
         f.eval()
         warn_of_collapse(f, data.phi, data.cost)
-        return f
-
-
-PENALTIES = [10.0**e for e in range(-4, 4)]  # of ridge regression, per point
-
-
-@dataclass(frozen=True)
-class RidgeLearner:
-    """Fits `RidgeValueFunction` in closed form on standardised features.
-
-    Each member takes the one of `PENALTIES` that predicts best across the trajectories it sees; points of one
-    trajectory are too similar to be left out one by one.
-
-    Attributes:
-        groups: Number of groups that a member's trajectories are divided into for this.
-    """
-
-    groups: int = 5
-
-    def __post_init__(self) -> None:
-        """Check the values that a fit would choke on.
-
-        Raises:
-            ValueError: A value is out of range; the message gives it.
-        """
-        check_integer(1, groups=self.groups)
-
-    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
-        """Fit each member to the points outside its fold."""
-        f = RidgeValueFunction(data.phi.shape[-1], folds)
-        features, cost = f.basis(data.phi).double(), data.cost.double()
-        for member in range(folds):
-            seen = fold != member
-            penalty = best_penalty(features[seen], cost[seen], data.trajectory[seen] % self.groups, PENALTIES)
-            ((coefficients, intercept),) = ridge_path(features[seen], cost[seen], [penalty])
-            f.coefficients[:, member], f.intercept[member] = coefficients, intercept
         return f

@@ -9,15 +9,9 @@ from metricopt_ext.utils.described import from_json
 from metricopt_ext.utils.files import content_of, module_of, read_tensors
 from metricopt_ext.utils.words import brief
 from metricopt_ext.value.gp import GPValueFunction
-from metricopt_ext.value.value_function import (
-    FILE_FORMAT,
-    NeuralValueFunction,
-    Quality,
-    RidgeValueFunction,
-    ValueFunction,
-)
+from metricopt_ext.value.value_function import FILE_FORMAT, NeuralValueFunction, Quality, ValueFunction
 
-KINDS: dict[str, type[ValueFunction]] = {f.kind: f for f in (NeuralValueFunction, RidgeValueFunction, GPValueFunction)}
+KINDS: dict[str, type[ValueFunction]] = {f.kind: f for f in (NeuralValueFunction, GPValueFunction)}
 
 
 def load_value_function(path: str | Path, dim: int | None = None, signature: Signature | None = None) -> ValueFunction:

@@ -270,32 +270,5 @@ class MemberLinear(nn.Module):
         return torch.einsum("bmi,mio->bmo", x, self.weight) + self.bias
 
 
-class RidgeValueFunction(ValueFunction):
-    """A diagonal quadratic, ``f = c + sum_i b_i phi_i + q_i phi_i^2``, fitted by ridge regression; M of them.
-
-    Args:
-        dim: Dimension d of phi.
-        members: Ensemble size M.
-    """
-
-    kind = "ridge"
-    intercept: Tensor
-    coefficients: Tensor
-
-    def __init__(self, dim: int, members: int = 1) -> None:
-        super().__init__(dim, members)
-        self.register_buffer("intercept", torch.zeros(members, dtype=torch.float64))
-        self.register_buffer("coefficients", torch.zeros(2 * dim, members))
-
-    @staticmethod
-    def basis(phi: Tensor) -> Tensor:
-        """Return ``[phi, phi^2]``, ``... x 2d``."""
-        return torch.cat([phi, phi**2], dim=-1)
-
-    def members(self, phi: Tensor) -> Tensor:
-        """Predict the cost by each member, ``... x M``, at phi, ``... x d``."""
-        return (self.basis(phi) @ self.coefficients).double() + self.intercept
-
-
 def _shown(value: Any) -> str:
     return shortened(list(value)) if isinstance(value, tuple) else repr(value)

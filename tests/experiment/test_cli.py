@@ -117,7 +117,7 @@ def settings(**change: Any) -> ToyConfig:
 
 METHODS = {
     "search": SearchConfig(),
-    "recipe": RecipeConfig(evals=3, rounds=1, folds=2, trials=0, learners=["ridge"]),
+    "recipe": RecipeConfig(evals=3, rounds=1, folds=2, trials=0),
 }
 
 

@@ -29,7 +29,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 SPENT, QUERIES = 45, 47
 CONFIG = RunConfig(
     finetune=FinetuneConfig(10, 0.1),
-    method=RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"]),
+    method=RecipeConfig(evals=3, rounds=2, folds=2, trials=1),
     queries=QUERIES,
     methods=["loss_finetune_best"],
     best_evals=6,

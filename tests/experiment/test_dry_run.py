@@ -31,7 +31,7 @@ def settings(**change: Any) -> RunConfig:
 
 
 PAPER = PaperConfig(evals=3)
-RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1, learners=["ridge"])
+RECIPE = RecipeConfig(evals=3, rounds=2, folds=2, trials=1)
 
 
 @pytest.fixture

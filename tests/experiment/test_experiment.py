@@ -54,7 +54,7 @@ def tiny() -> ClassificationConfig:
         adapter=ClassifierAdapterConfig(kind="input_bias", dim=3),
         metric=MetricConfig(name="mcr"),
         finetune=FinetuneConfig(4, 0.1),
-        method=RecipeConfig(evals=2, rounds=1, start_std=2.0, folds=2, trials=0, learners=["ridge"]),
+        method=RecipeConfig(evals=2, rounds=1, start_std=2.0, folds=2, trials=0),
         queries=30,
         batch_size=9,
     )

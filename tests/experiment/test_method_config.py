@@ -40,8 +40,8 @@ def test_each_method_is_built_from_the_settings() -> None:
 
 
 def test_learners_are_chosen_by_name() -> None:
-    recipe = RecipeConfig(learners=["reptile", "ridge"]).build(FinetuneConfig())
-    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "RidgeLearner"]
+    recipe = RecipeConfig(learners=["reptile", "neural"]).build(FinetuneConfig())
+    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "NeuralLearner"]
     for wrong in (["forest"], []):
         with pytest.raises(ConfigError):
             RecipeConfig(learners=wrong).build(FinetuneConfig())

@@ -46,7 +46,7 @@ TOY = "model.epochs=2 adapter.dim=4 population=8 finetune.steps=6 best_evals=2"
 ROWS = "loss_finetune_best,class_offsets,logit_adjustment_tuned"
 VARIANTS = (
     f"methods=[metricopt_paper,metricopt_learned,{ROWS}] {TOY} method.name=recipe method.evals=3 method.rounds=1"
-    " method.folds=2 method.trials=0 method.learners=[ridge] paper.evals=3 learned.evals=3 learned.tasks=2"
+    " method.folds=2 method.trials=0 paper.evals=3 learned.evals=3 learned.tasks=2"
     " learned.updates=2"
 )
 SIBLINGS = (

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import metricopt_ext as mo
+from helpers.quadratics import Quadratic
 from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.value.value_function import RidgeValueFunction
 
 D = 4
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_metric_opt_under_lightning_is_metric_opt_in_a_loop() -> None:
     """Lightning gives the optimizer a closure that computes the gradient."""
 
     def follow(module: Module) -> mo.MetricOpt:
-        f = RidgeValueFunction(D, 2).double()
+        f = Quadratic(D, 2).double()
         f.coefficients.copy_(torch.randn(2 * D, 2, generator=torch.Generator().manual_seed(5)))
         f.radius.fill_(2.0)
         f.gradient_floor.fill_(0.1)

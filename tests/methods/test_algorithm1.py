@@ -11,6 +11,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.algorithm1 import END_QUERIES, LEAST_TASKS, Algorithm1, LossOptimizer
@@ -18,15 +19,14 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import assign_folds
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import RidgeValueFunction
 
 
-def known_f(task: Any) -> RidgeValueFunction:
+def known_f(task: Any) -> Quadratic:
     """|phi - goal|^2 itself, as a value function."""
-    f = RidgeValueFunction(task.dim)
+    f = Quadratic(task.dim)
     f.coefficients[:, 0] = torch.cat([-2 * task.goal, torch.ones(task.dim)]).float()
     f.intercept.fill_(float((task.goal**2).sum()))
     f.set_domain(torch.randn(20, task.dim))
@@ -110,7 +110,7 @@ def test_quality_is_that_of_the_same_learner_on_tasks_it_has_not_seen(
     task, rng = quadratic(dim=3, dtype=torch.float32), torch.Generator().manual_seed(0)
     if noise:
         task.problem.true_cost = lambda phi: float(torch.rand((), generator=rng))
-    learner = RidgeLearner()
+    learner = QuadraticLearner()
     settings = Algorithm1(steps=20, evals=5, lr=0.05, start_std=1.5, learner=learner, labels=Observations.of)
     store = TrajectoryStore()
     f = settings.meta_train(task, tasks=20, seed=1, store=store)

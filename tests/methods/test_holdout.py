@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.quadratics import QuadraticLearner
 from helpers.refusals import assert_named
 from metricopt_ext import Callback, Metric, Result, Start, optimize_metric
 from metricopt_ext.errors import BudgetError
@@ -16,9 +17,8 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.ledger import Ledger
-from metricopt_ext.value.learners import RidgeLearner
 
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
 
 
 def away_from(point: Tensor) -> Metric:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.quadratics import QuadraticLearner
 from helpers.refusals import assert_named, assert_refused
 from metricopt_ext import (
     Callback,
@@ -30,11 +31,10 @@ from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.result import RecipeDetails
 from metricopt_ext.search.direct import CMAES, GuidedES
-from metricopt_ext.value.learners import RidgeLearner
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
 QUERIES = 47
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers.evaluations import told
+from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
@@ -27,13 +28,12 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.interpolation import LinearLabels
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.value_function import RidgeValueFunction
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
 COLLECTED, QUERIES = 36, 47
 
 
@@ -43,7 +43,7 @@ def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **argument
 
 def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
     """Learn an f that is never trusted on a `Quadratic`, without luck: it predicts the negative of its metric."""
-    return RidgeLearner()(replace(data, cost=-data.cost), fold, folds, seed)
+    return QuadraticLearner()(replace(data, cost=-data.cost), fold, folds, seed)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
         ("evals", 12, ("12", "10", "11")),
         ("settings", ((0.1, 0.2, 0.3),), ("settings", "0.1")),
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
-        ("learners", "ridge", ("learners", "ridge", "RidgeLearner()")),
-        ("learners", RidgeLearner(groups=4), ("groups=4", "RidgeLearner()")),
+        ("learners", "neural", ("learners", "neural", "NeuralLearner()")),
+        ("learners", QuadraticLearner(penalty=0.1), ("penalty=0.1", "NeuralLearner()")),
         ("labels", LinearLabels, ("labels", "LinearLabels")),
     ],
 )
@@ -95,7 +95,7 @@ def test_queries_that_are_planned_besides_collection(change: dict[str, Any], cho
 
 @pytest.mark.outcome
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("learner", [RidgeLearner(), NeuralLearner(iterations=60)])
+@pytest.mark.parametrize("learner", [QuadraticLearner(), NeuralLearner(iterations=60)])
 def test_the_metric_gets_better_than_the_loss_can_make_it(
     quadratic: Callable[..., Any], learner: Any, maximize: bool
 ) -> None:
@@ -237,7 +237,7 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
 
 
 def test_arguments_out_of_range_cost_no_query(quadratic: Callable[..., Any]) -> None:
-    task, f = quadratic(), RidgeValueFunction(4, 2)
+    task, f = quadratic(), Quadratic(4, 2)
     wrong = ({"setting": (0.3, math.nan)}, "metric_step"), ({"index": 1.5}, "index"), ({"seed": -1}, "seed")
     for given, name in wrong:
         assert_refused(lambda given=given: tune_start(task, Fit(f), recipe=ALONE, **given), ValueError, name)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from helpers.inference import put_into
+from helpers.quadratics import QuadraticLearner
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext import (
     Callback,
@@ -34,7 +35,6 @@ from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.search.direct import CMAES
-from metricopt_ext.value.learners import RidgeLearner
 
 
 def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> Non
     assert_refused(lambda: opened({}, name="accuracy"), FileFormatError, "metric.name", "of_a_run:score", "accuracy")
 
 
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
 S1 = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, hidden=4)
 ONE = torch.ones(4, dtype=torch.float64)
 
@@ -130,7 +130,7 @@ def with_settings(inference: float) -> Callable[[Any], Any]:
 
 ASIDE = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside")
 RANGE = {"starts": {"near": Start(0.8 * ONE), "far": Start(-ONE)}}
-RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learners": (RidgeLearner(groups=4),)}
+RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learners": (QuadraticLearner(penalty=0.1),)}
 
 # What is named, what changes in the task, and the arguments of the first run and of the second.
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [

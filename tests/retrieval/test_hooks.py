@@ -17,6 +17,7 @@ from pytorch_metric_learning import losses, miners, testers, trainers
 from pytorch_metric_learning.utils.logging_presets import HookContainer
 
 import metricopt_ext as mo
+from helpers.quadratics import Quadratic
 from helpers.tensors import rand32
 from metricopt_ext.retrieval import task as retrieval_task
 from metricopt_ext.retrieval.accuracy import RecallCalculator
@@ -26,7 +27,7 @@ from metricopt_ext.retrieval.task import embedding_loss
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import Quality
 from retrieval_losses import RecallLoss
 
 CPU = torch.device("cpu")
@@ -69,8 +70,8 @@ def make_embedder() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
-def make_f() -> RidgeValueFunction:
-    f = RidgeValueFunction(D, 2)
+def make_f() -> Quadratic:
+    f = Quadratic(D, 2)
     f.coefficients.copy_(rand32(2 * D, 2, seed=5))
     f.radius.fill_(1.0)
     f.gradient_floor.fill_(0.1)

@@ -4,11 +4,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from helpers.quadratics import QuadraticLearner
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
-from metricopt_ext.value.learners import RidgeLearner
 from testers.strategy import StrategyTester
 
 
@@ -103,7 +103,7 @@ class TestRecipe(StrategyTester):
     asks_and_tells, collected_again = False, 9
 
     def strategy(self) -> Any:
-        return Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(RidgeLearner(),))
+        return Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
 
 
 @pytest.mark.slow

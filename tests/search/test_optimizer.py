@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.quadratics import Quadratic
 from helpers.refusals import assert_refused, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
@@ -19,7 +20,7 @@ from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, U
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.trajectories import rollout
 from metricopt_ext.value.gp import GPValueFunction
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import Quality
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 POOR = replace(GOOD, spearman=0.1)
@@ -32,9 +33,9 @@ def make_f(
     quality: Quality | None = GOOD,
     dim: int = D,
     dtype: torch.dtype = torch.float64,
-) -> RidgeValueFunction:
+) -> Quadratic:
     """Make f = c + sum_i b_i phi_i + q_i phi_i^2 as the mean of two members."""
-    f = RidgeValueFunction(dim, 2).to(dtype)
+    f = Quadratic(dim, 2).to(dtype)
     f.coefficients.copy_(rand(2 * dim, 2, seed=5))
     f.radius.fill_(radius)
     f.gradient_floor.fill_(floor)
@@ -42,14 +43,14 @@ def make_f(
     return f.eval()
 
 
-def slope(f: RidgeValueFunction, phi: np.ndarray) -> np.ndarray:
+def slope(f: Quadratic, phi: np.ndarray) -> np.ndarray:
     coefficients = f.coefficients.double().mean(1).numpy()
     b, q = coefficients[: len(phi)], coefficients[len(phi) :]
     return b + 2 * q * phi
 
 
 def naive_step(
-    f: RidgeValueFunction,
+    f: Quadratic,
     phi: np.ndarray,
     gradients: list[np.ndarray],
     step: int,

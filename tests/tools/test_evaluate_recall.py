@@ -183,7 +183,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("finetune.steps=3", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0", "queries=16"),
         *("method.name=recipe", "methods=[]"),
         *("model.epochs=1", "model.width=4", "model.embedding=6", "adapter.dim=3"),
-        *("method.learners=[ridge]", "workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
+        *("workers=1", "seeds=2", "device=cpu", "data.test_classes=[2,5,7]"),
     ]
     config = load_config(RetrievalConfig, TOOLS.parent / "configs" / "retrieval" / "digits.yaml", settings)
     run_and_report(RetrievalExperiment, config, out, resume=False)

@@ -49,7 +49,6 @@ SIZES = [
 ]
 RECIPE = [
     *("methods=[]", "method.name=recipe", "method.evals=2", "method.rounds=1", "method.folds=2", "method.trials=0"),
-    "method.learners=[ridge]",  # the others take seconds to fit
 ]
 TINY = [*RECIPE, *SIZES]
 

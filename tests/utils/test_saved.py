@@ -19,7 +19,7 @@ from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, load_t
 from metricopt_ext.utils.files import save_checkpoint
 from metricopt_ext.utils.state_dict import load_checkpoint
 from metricopt_ext.value.gp import GPValueFunction
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality
 from testers.saved import SavedTester
 
 
@@ -55,9 +55,9 @@ class TestMixture(TestAdapter):
         return adapter
 
 
-class TestRidge(SavedTester):
+class TestNeural(SavedTester):
     def make(self) -> Any:
-        f = RidgeValueFunction(4, 2)
+        f = NeuralValueFunction(4, 2)
         f.quality, f.signature = Quality(0.5, 0.1, 0.2, 10, 5), film().signature
         return f
 
@@ -68,7 +68,7 @@ class TestRidge(SavedTester):
         return dict(thing.state_dict()), type(thing).__name__, thing.quality, thing.signature
 
 
-class TestGP(TestRidge):
+class TestGP(TestNeural):
     def make(self) -> Any:
         phi = rand32(5, 2)
         return GPValueFunction.conditioned(phi, phi.sum(1), torch.eye(2), 0.1)

@@ -12,15 +12,15 @@ import sklearn.metrics
 import torch
 from torch import Tensor
 
+from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import (
-    RidgeValueFunction,
     ValueFunction,
 )
 
@@ -75,7 +75,7 @@ class Spy:
 
 @pytest.mark.parametrize("folds", [2, 4, 5])
 def test_folds(smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], folds: int) -> None:
-    data, spy = Observations.of(trajectories(smooth, n=11)), known(RidgeValueFunction, 1.0, folds)
+    data, spy = Observations.of(trajectories(smooth, n=11)), known(Quadratic, 1.0, folds)
     fit_value_function(data, [spy], folds=folds, seed=3)
     seen, fold, count, seed = spy.asked
     assert seen is data
@@ -97,7 +97,7 @@ def test_folds(smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., l
 def test_quality_is_that_of_held_out_predictions(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], rounds: int, members: int
 ) -> None:
-    data, spy = Observations.of(trajectories(smooth, rounds=rounds)), known(RidgeValueFunction, 1.0, members)
+    data, spy = Observations.of(trajectories(smooth, rounds=rounds)), known(Quadratic, 1.0, members)
     fit = fit_value_function(data, [spy], seed=3)
     fold, predicted, true, on = spy.asked[1], [], [], []
     for i, used in enumerate(data.where_used().tolist()):
@@ -118,14 +118,14 @@ def test_quality_is_that_of_held_out_predictions(
     assert float(fit.f.radius) == pytest.approx(float(data.phi.norm(dim=1).quantile(0.95)))
 
 
-class Broken(RidgeValueFunction):
+class Broken(Quadratic):
     kind = "broken"
 
     def members(self, phi: Tensor) -> Tensor:
         return super().members(phi) * math.nan
 
 
-class Shifted(RidgeValueFunction):
+class Shifted(Quadratic):
     """Ranks as its coefficients do, with a constant error."""
 
     kind = "shifted"
@@ -134,7 +134,7 @@ class Shifted(RidgeValueFunction):
         return super().members(phi) + 3
 
 
-def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy:
+def known(kind: type[Quadratic], noise: float, members: int = 4) -> Spy:
     """Make the coefficients of `diagonal`, less exact with more noise."""
     f = kind(6, members)
     i = torch.arange(6)
@@ -148,13 +148,11 @@ def known(kind: type[RidgeValueFunction], noise: float, members: int = 4) -> Spy
 @pytest.mark.parametrize(
     ("learners", "best", "trusted"),
     [
-        pytest.param([NeuralLearner(iterations=3), RidgeLearner()], "ridge", True, marks=pytest.mark.outcome),
-        pytest.param(
-            [NeuralLearner(iterations=300), known(RidgeValueFunction, 1.0)], "neural", True, marks=pytest.mark.outcome
-        ),
-        ([known(Shifted, 0.0), known(RidgeValueFunction, 0.1)], "ridge", True),  # useful before well ranked
-        ([known(Shifted, 0.0), known(RidgeValueFunction, 1.0)], "ridge", False),  # none useful: the smaller error
-        ([known(Broken, 0.0), RidgeLearner()], "ridge", True),
+        pytest.param([NeuralLearner(iterations=3), QuadraticLearner()], "quadratic", True, marks=pytest.mark.outcome),
+        pytest.param([NeuralLearner(iterations=300), known(Quadratic, 1.0)], "neural", True, marks=pytest.mark.outcome),
+        ([known(Shifted, 0.0), known(Quadratic, 0.1)], "quadratic", True),  # useful before well ranked
+        ([known(Shifted, 0.0), known(Quadratic, 1.0)], "quadratic", False),  # none useful: the smaller error
+        ([known(Broken, 0.0), QuadraticLearner()], "quadratic", True),
     ],
 )
 def test_the_better_kind_is_kept(
@@ -177,7 +175,7 @@ def test_the_better_kind_is_kept(
 def test_of_two_useful_ones_the_better_ranking_is_kept(
     diagonal: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], reverse: bool
 ) -> None:
-    exact, near = known(RidgeValueFunction, 0.0), known(RidgeValueFunction, 0.1)
+    exact, near = known(Quadratic, 0.0), known(Quadratic, 0.1)
     exact.f.intercept += 0.3  # type: ignore[operator]
     data = Observations.of(trajectories(diagonal))
     alone = [fit_value_function(data, [spy]).f.quality for spy in (exact, near)]
@@ -199,7 +197,7 @@ def test_noise_is_rarely_trusted(
     for seed in range(60):
         rng = torch.Generator().manual_seed(seed)
         data = Observations.of([noisy(item, rng) for item in items])
-        trusted.append(fit_value_function(data, [RidgeLearner()], seed=seed).f.trusted)
+        trusted.append(fit_value_function(data, [QuadraticLearner()], seed=seed).f.trusted)
     assert sum(trusted) <= 6  # 0.4 ± 0.5
 
 
@@ -209,5 +207,5 @@ def test_too_few_trajectories(
 ) -> None:
     data = Observations.of(trajectories(smooth, n=n))
     assert_refused(
-        lambda: fit_value_function(data, [RidgeLearner()], folds=folds), ValueFunctionError, name, folds, "folds"
+        lambda: fit_value_function(data, [QuadraticLearner()], folds=folds), ValueFunctionError, name, folds, "folds"
     )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from helpers.evaluations import told
+from helpers.quadratics import QuadraticLearner
 from helpers.tensors import rand32
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.learners import NeuralLearner, RidgeLearner
+from metricopt_ext.value.learners import NeuralLearner
 from metricopt_ext.value.observations import Observations
 
 
@@ -25,7 +26,7 @@ def folds_of(data: Observations, folds: int = 3) -> Tensor:
 QUICK = NeuralLearner(iterations=15)
 
 
-@pytest.mark.parametrize("learner", [QUICK, replace(QUICK, nets=1), RidgeLearner()])
+@pytest.mark.parametrize("learner", [QUICK, replace(QUICK, nets=1), QuadraticLearner()])
 @pytest.mark.parametrize("member", [0, 2])
 def test_a_member_never_sees_its_fold(
     smooth: Callable[[Tensor], Tensor], trajectories: Callable[..., list[Trajectory]], learner: Any, member: int
@@ -60,7 +61,7 @@ def test_neural_learner_learns_a_smooth_function(
     assert mean(unseen) > 0.8  # at worst 0.98 ± 0.01
 
 
-@pytest.mark.parametrize(("learner", "tolerance"), [(RidgeLearner(), 1e-5), (NeuralLearner(iterations=100), 0.05)])
+@pytest.mark.parametrize(("learner", "tolerance"), [(QuadraticLearner(), 1e-5), (NeuralLearner(iterations=100), 0.05)])
 def test_a_large_offset_of_the_costs_changes_nothing(
     smooth: Callable[[Tensor], Tensor],
     trajectories: Callable[..., list[Trajectory]],

@@ -11,8 +11,9 @@ from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import load_value_function
-from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality
 
 SIGNATURE = Signature("film", ("a",), (8,), 3, 5, "normal/1", None)
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
@@ -27,14 +28,11 @@ def neural() -> NeuralValueFunction:
     return f.eval()
 
 
-def ridge() -> RidgeValueFunction:
-    f = RidgeValueFunction(5, 3)
-    f.coefficients.copy_(rand32(10, 3, seed=3))
-    f.intercept.copy_(rand32(3, seed=4))
-    return f
+def gp() -> GPValueFunction:
+    return GPValueFunction.conditioned(rand32(8, 5), rand32(8, seed=3), torch.eye(5), 0.1)
 
 
-each_kind = pytest.mark.parametrize("make", [neural, ridge])
+each_kind = pytest.mark.parametrize("make", [neural, gp])
 
 
 @each_kind
@@ -58,14 +56,14 @@ def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature
 
 def test_file_of_another_dimension(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
-    ridge().save(path)
+    neural().save(path)
     assert_refused(lambda: load_value_function(path, dim=6), ValueFunctionError, path, "5", "6")
     assert load_value_function(path).dim == 5
 
 
 def test_file_of_another_adapter(tmp_path: Path) -> None:
     """The dimension alone does not tell: phi may act on other layers, or through other matrices."""
-    path, f = tmp_path / "f.safetensors", ridge()
+    path, f = tmp_path / "f.safetensors", neural()
     f.signature = SIGNATURE
     f.save(path)
     assert_refused(

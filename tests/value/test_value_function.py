@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.quadratics import Quadratic
 from helpers.tensors import rand, rand32
-from metricopt_ext.value.value_function import NeuralValueFunction, Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality
 
 GOOD = Quality(spearman=0.9, mae=0.01, constant_mae=0.1, points=100, trajectories=40, near_mae=0.01, headroom=0.1)
 
@@ -30,14 +31,14 @@ def neural(dim: int = 5, members: int = 3) -> NeuralValueFunction:
     return f.eval()
 
 
-def ridge(dim: int = 5, members: int = 3) -> RidgeValueFunction:
-    f = RidgeValueFunction(dim, members)
+def quadratic(dim: int = 5, members: int = 3) -> Quadratic:
+    f = Quadratic(dim, members)
     f.coefficients.copy_(rand32(2 * dim, members, seed=3))
     f.intercept.copy_(rand32(members, seed=4))
     return f
 
 
-each_kind = pytest.mark.parametrize("make", [neural, ridge])
+each_kind = pytest.mark.parametrize("make", [neural, quadratic])
 
 
 # --- The functions -------------------------------------------------------------------------------------------
@@ -71,16 +72,6 @@ def test_a_member_is_an_ordinary_network(train: bool) -> None:
             mine = f.norms[i].running_var.view(3, -1)[member]
             torch.testing.assert_close(mine, network[3 * i + 1].running_var, rtol=1e-4, atol=1e-5)
     assert len({round(p, 4) for p in predicted[0].tolist()}) == 3
-
-
-def test_ridge_is_a_diagonal_quadratic() -> None:
-    f, phi = ridge(), rand32(7, 5)
-    expected = np.zeros((7, 3))
-    for n, m in np.ndindex(7, 3):
-        expected[n, m] = f.intercept[m]
-        for i in range(5):
-            expected[n, m] += f.coefficients[i, m] * phi[n, i] + f.coefficients[5 + i, m] * phi[n, i] ** 2
-    np.testing.assert_allclose(f.members(phi), expected, rtol=1e-4, atol=1e-5)
 
 
 @each_kind
@@ -132,7 +123,7 @@ def test_confidence_bound(spearman: float, trajectories: int, lower: float) -> N
 def test_trust(change: dict[str, Any], trusted: bool) -> None:
     quality = replace(GOOD, **change)
     assert quality.trusted is trusted
-    f = ridge()
+    f = quadratic()
     assert not f.trusted
     f.quality = quality
     assert f.trusted is trusted

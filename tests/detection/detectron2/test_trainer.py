@@ -31,7 +31,7 @@ from metricopt_ext.errors import FileFormatError
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectories import Trajectory, observation_steps
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.value_function import Quality, RidgeValueFunction
+from metricopt_ext.value.value_function import NeuralValueFunction, Quality
 
 pytestmark = pytest.mark.detectron2
 
@@ -48,9 +48,8 @@ def _squares_in_catalog(catalog: Any, squares: Callable[..., DetectionSet]) -> N
         register(name, squares(4, seed=seed))
 
 
-def save_f(path: Path, signature: Signature | None = None, dim: int = 4) -> RidgeValueFunction:
-    f = RidgeValueFunction(dim)
-    f.coefficients.copy_(torch.linspace(-1, 1, 2 * dim)[:, None])
+def save_f(path: Path, signature: Signature | None = None, dim: int = 4) -> NeuralValueFunction:
+    f = NeuralValueFunction.drawn(dim, 1, torch.Generator().manual_seed(0))
     f.set_domain(torch.randn(50, dim, generator=torch.Generator().manual_seed(0)))
     f.quality, f.signature = Quality(0.9, 0.01, 0.1, 50, 10, 0.01, 0.1), signature
     f.save(path)
