@@ -90,7 +90,7 @@ def adam_step(f: ValueFunction, lr: float, *settings: Any) -> AdamPolicy:
 
 def learner(**change: Any) -> dict[str, Any]:
     """Return the change of the recipe to an MLP alone, with other settings."""
-    return {"learners": (NeuralLearner(**change),)}
+    return {"learner": NeuralLearner(**change)}
 
 
 ADAM_RATE = 0.01
@@ -100,11 +100,11 @@ MIXED = ReptileLearner()
 # What is fitted to the default's trajectories, as changes of the recipe.
 FITS: dict[str, dict[str, Any]] = {
     "MLP alone": learner(),
-    "Reptile, mixed batches": {"learners": (MIXED,)},
-    "Reptile, one task per BatchNorm batch": {"learners": (replace(MIXED, tasks=1, points=None),)},
-    "Reptile, ordinal weight 0": {"learners": (replace(MIXED, objective=Objective(beta=0.0)),)},
-    "Reptile, ordinal weight 1": {"learners": (replace(MIXED, objective=Objective(beta=1.0)),)},
-    "Reptile, hardest triplets": {"learners": (replace(MIXED, objective=Objective(miner=hardest_triplets)),)},
+    "Reptile, mixed batches": {"learner": MIXED},
+    "Reptile, one task per BatchNorm batch": {"learner": replace(MIXED, tasks=1, points=None)},
+    "Reptile, ordinal weight 0": {"learner": replace(MIXED, objective=Objective(beta=0.0))},
+    "Reptile, ordinal weight 1": {"learner": replace(MIXED, objective=Objective(beta=1.0))},
+    "Reptile, hardest triplets": {"learner": replace(MIXED, objective=Objective(miner=hardest_triplets))},
     "labels: linear": {"labels": LinearLabels()},
     "labels: Gaussian process": {"labels": GaussianProcessLabels()},
     "weight decay 0.01": learner(weight_decay=0.01),

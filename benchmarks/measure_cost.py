@@ -382,7 +382,7 @@ def fitted_value_function(dim: int) -> ValueFunction:
         phi = torch.lerp(ends[0], ends[1], torch.linspace(0, 1, 8)[:, None])
         told = tuple(map(Evaluation, ((1 + phi[:, 0].tanh()) / 2).tolist()))
         trajectories.append(Trajectory(0, index, phi, torch.zeros(7), torch.arange(8), told))
-    return fit_value_function(Observations.of(trajectories), [NeuralLearner(iterations=200)]).f
+    return fit_value_function(Observations.of(trajectories), NeuralLearner(iterations=200)).f
 
 
 def check_followed(f: ValueFunction, start: Tensor, loss_gradient: Tensor | None) -> None:

@@ -233,9 +233,8 @@ def described(
             points = describe(data.phi).float()
         scale = points.std(0).clamp(min=1e-6)
         folds = recipe.folds_for(int(data.trajectory.max()) + 1)
-        f = fit_value_function(
-            replace(data, phi=points / scale, signature=None), recipe.learners, folds=folds, seed=seed
-        ).f
+        scaled = replace(data, phi=points / scale, signature=None)
+        f = fit_value_function(scaled, recipe.learner, folds=folds, seed=seed).f
         fits.append((f, scale, float(data.phi.norm(dim=1).quantile(0.95))))
     (moved, scale, radius), (fresh, own_scale, own_radius) = fits
     there = describes[1]
@@ -249,7 +248,7 @@ def described(
 @torch.no_grad()
 def ranked(f: ValueFunction, data: Observations) -> float:
     """Return Spearman's rank correlation of f with the costs of the points that were observed where it is used."""
-    used = data.where_used() & data.observed
+    used = data.where_used()
     return measure(f(data.phi[used]), data.cost[used], data.trajectory[used]).spearman
 
 

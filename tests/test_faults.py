@@ -47,7 +47,7 @@ SEED = int(os.environ.get("METRICOPT_SEED", 0))
 
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "search": (None, 24),
-    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(NeuralLearner(iterations=20),)), 62),
+    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learner=NeuralLearner(iterations=20)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 30),
 }
 

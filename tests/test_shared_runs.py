@@ -37,7 +37,7 @@ STRATEGIES = {
     "holdout": (None, 45),
     "settings": (None, 45),
     "lines": (None, 45),
-    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(NeuralLearner(iterations=20),)), 62),
+    "recipe": (Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learner=NeuralLearner(iterations=20)), 62),
     "paper": (Algorithm1(steps=6, evals=3), 40),
     "learned": (AlgorithmS1(steps=6, evals=3, tasks=2, pairs=2, hidden=4), 40),
     "cma_es": (CMAES(), 45),

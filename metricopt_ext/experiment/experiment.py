@@ -371,7 +371,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         seed=seed,
         outcomes=comparison.outcomes,
         quality=result.quality,
-        candidates={} if result.fit is None else result.fit.candidates,
         kept=result.chosen,
         setting=getattr(result.details, "setting", None),
         split_half=None if math.isnan(result.split_half) else result.split_half,

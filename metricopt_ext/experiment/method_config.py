@@ -9,7 +9,7 @@ A key of what is not chosen is refused by the name of the choice that would brin
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from metricopt_ext.errors import ConfigError
@@ -23,9 +23,7 @@ from metricopt_ext.utils.config import config_section, known_keys
 from metricopt_ext.value.learners import Learner, NeuralLearner
 from metricopt_ext.value.reptile import ReptileLearner
 
-DEFAULT = Recipe()
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "reptile": ReptileLearner()}
-DEFAULT_LEARNERS = [name for name, learner in LEARNERS.items() if learner in DEFAULT.learners]
 
 
 @dataclass
@@ -88,19 +86,15 @@ class RecipeConfig(MethodConfig):
     start_std: float = Recipe.start_std
     trials: int = Recipe.trials
     folds: int = Recipe.folds
-    learners: list[str] = field(default_factory=DEFAULT_LEARNERS.copy)  # neural, reptile or both
+    learner: str = "neural"  # or reptile
 
     def build(self, finetune: FinetuneConfig) -> Recipe:
         """Return the recipe; see `MethodConfig.build`."""
         with config_section("method"):
-            own = {**vars(self), **vars(finetune), "learners": self._learners()}
+            if self.learner not in LEARNERS:
+                raise ValueError(f"learner is {self.learner}; it must be one of {', '.join(LEARNERS)}")
+            own = {**vars(self), **vars(finetune), "learner": LEARNERS[self.learner]}
             return Recipe(**{key: value for key, value in own.items() if key != "name"})
-
-    def _learners(self) -> tuple[Learner, ...]:
-        unknown = [name for name in self.learners if name not in LEARNERS]
-        if unknown or not self.learners:
-            raise ValueError(f"learners is {self.learners}; it must name one or more of {', '.join(LEARNERS)}")
-        return tuple(LEARNERS[name] for name in self.learners)
 
 
 @dataclass

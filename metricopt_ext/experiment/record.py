@@ -51,7 +51,6 @@ class SeedRecord:
         seed: The seed.
         outcomes: By method, one for each number of queries that it reports.
         quality: Held-out quality of the value function in use; None if there is none, as the metric never varied.
-        candidates: Held-out quality of each kind of value function that was fitted.
         kept: Which end point the guard kept.
         setting: How boldly f was followed; None for a search.
         split_half: Correlation of the metric's halves over random phi; None if it does not report them.
@@ -79,7 +78,6 @@ class SeedRecord:
     seed: int
     outcomes: dict[str, list[Outcome]]
     quality: Quality | None
-    candidates: dict[str, Quality]
     kept: str
     setting: StepWeights | None
     split_half: float | None

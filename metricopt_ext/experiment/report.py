@@ -121,7 +121,6 @@ class Report:
                 "constant_mae": mean([q.constant_mae for q in self.quality]),
                 "trusted": [q.trusted for q in self.quality],
                 "per_seed": [vars(q) for q in self.quality],
-                "candidates": [{k: vars(q) for k, q in record.candidates.items()} for record in self.records],
             },
             "split_half": [record.split_half for record in self.records],
             "guard": self.guard,
@@ -396,12 +395,8 @@ class Report:
         ]
 
     def predictors(self) -> list[tuple[str, str, str]]:
-        """Return how well f in use and each that was fitted predict, a row for each."""
+        """Return how well f predicts, in a row; none if there was no f."""
         rows = {IN_USE: self.quality} if self.quality else {}
-        for name in self.records[0].candidates:
-            qualities = [record.candidates[name] for record in self.records if name in record.candidates]
-            if len(qualities) == len(self.records):
-                rows["fitted: " + name.replace("_", " ")] = qualities
         return [(name, spread([q.spearman for q in qs]), spread([q.mae for q in qs])) for name, qs in rows.items()]
 
     def _header(self) -> list[str]:

@@ -21,7 +21,7 @@ MORE_NOTES = (
 )
 SPENT = "MetricOpt's queries by purpose"
 GUARD_AND_F = "The guard and the value function f (means over seeds)"
-PREDICTED = "How well f, and each predictor that was fitted, predicts the metric at points not used in its fit"
+PREDICTED = "How well f predicts the metric at points not used in its fit"
 PREDICTORS = ["predictor", "Spearman", "mean absolute error"]
 UNITS = "Spearman's rank correlation is 1 for a perfect order and 0 for none. Errors are in the metric's own unit."
 

@@ -213,7 +213,7 @@ class RunConfig:
         if metric.subject_to and learning:
             raise ConfigError(
                 f"metric.subject_to={metric.subject_to}: {learning[0]} can't respect constraints; set"
-                " method.name=search and leave learners out, or move the names to metric.also"
+                " method.name=search and leave those out, or move the names to metric.also"
             )
 
     @property

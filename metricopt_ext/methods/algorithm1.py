@@ -227,7 +227,7 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # f itself has already warned
             folds = Recipe().folds_for(len(trajectories))
-            f.quality = fit_value_function(data, [learner], folds=folds, seed=seed).f.quality
+            f.quality = fit_value_function(data, learner, folds=folds, seed=seed).f.quality
         return f
 
     def meta_test(

@@ -140,7 +140,7 @@ def guarded(
     starting = len(began.points)
     queries = {"starts": starting, "settings": len(tried), "search": evaluations - starting - len(tried)}
     queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
-    fit = None if end.f is None else Fit(end.f, {}, end.predicted[:, 0], end.predicted[:, 1])
+    fit = None if end.f is None else Fit(end.f, end.predicted[:, 0], end.predicted[:, 1])
     return Result(
         **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
         | {"best": min(allowed.values(), key=lambda each: each.cost).value},

@@ -25,7 +25,7 @@ class Recipe(RecipeSettings, LearningStrategy[RecipeDetails]):
 
     def identity(self) -> dict[str, Any]:
         """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
-        return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learners")}}
+        return {**asdict(self), **{name: described(getattr(self, name)) for name in ("labels", "learner")}}
 
     def run(self, context: Context) -> Result[RecipeDetails]:
         """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""

@@ -12,7 +12,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.checks import check_above, check_at_least, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learners import Learner, NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
@@ -69,7 +69,7 @@ class RecipeSettings:
             rounds with fewer than two trajectories per part use fewer parts.
         labels: Turns trajectories into labelled points: the observed ones, or all steps by interpolation
             (`labels.GaussianProcessLabels`).
-        learners: Kinds of value function to fit; held-out quality decides.
+        learner: Fits f.
     """
 
     steps: int = 50
@@ -82,7 +82,7 @@ class RecipeSettings:
     trials: int = 3
     folds: int = 4
     labels: Labeller = Observations.of
-    learners: tuple[Learner, ...] = field(default=(NeuralLearner(),))
+    learner: Learner = field(default=NeuralLearner())
 
     def __post_init__(self) -> None:
         """Reject values that would only fail later.
@@ -101,12 +101,7 @@ class RecipeSettings:
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
         object.__setattr__(self, "settings", tuple(map(checked_weights, self.settings)))
-        if not isinstance(self.learners, Sequence) or isinstance(self.learners, str):
-            raise ValueError(f"learners is {brief(self.learners)}; it must be a tuple, e.g. (NeuralLearner(),)")
-        if not self.learners:
-            raise ValueError("learners is empty; give at least one kind of value function to fit")
-        for learner in self.learners:
-            check_instance("NeuralLearner()", learners=learner)
+        check_instance("NeuralLearner()", optional=False, learner=self.learner)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
@@ -127,7 +122,7 @@ class RecipeSettings:
     def fit(self, trajectories: Sequence[Trajectory], seed: int) -> Fit:
         """Label trajectories and fit a value function to them; see `fitting.fit_value_function`."""
         folds = self.folds_for(len(trajectories))
-        return fit_value_function(self.labels(trajectories), self.learners, folds=folds, seed=seed)
+        return fit_value_function(self.labels(trajectories), self.learner, folds=folds, seed=seed)
 
     def tasks_per_round(self, queries: int) -> int:
         """Return how many tasks a round can have.

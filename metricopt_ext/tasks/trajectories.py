@@ -135,7 +135,7 @@ def load_trajectories(folder: str | Path) -> list[Trajectory]:
 
     Examples:
         >>> trajectories = load_trajectories("out/mine")  # doctest: +SKIP
-        >>> fit = fit_value_function(Observations.of(trajectories), [NeuralLearner()])  # doctest: +SKIP
+        >>> fit = fit_value_function(Observations.of(trajectories), NeuralLearner())  # doctest: +SKIP
     """
     folder = Path(folder)
     trajectories = _read_all(folder / TRAJECTORIES) or _read_all(folder)

@@ -92,12 +92,11 @@ class Observations:
         )
 
     def where_used(self) -> Tensor:
-        """Mark the points where f will be used, ``n``: the second half of on-policy trajectories.
+        """Mark the observed points where f will be used, ``n``: in the second half of on-policy trajectories.
 
         Before the first on-policy round, it is the second half of all trajectories.
         """
-        late = self.progress >= 0.5
-        on_policy = self.round > 0
+        late, on_policy = self.observed & (self.progress >= 0.5), self.round > 0
         return late & on_policy if on_policy.any() else late
 
 

@@ -19,7 +19,7 @@ from metricopt_ext.value.learners import NeuralLearner
 @pytest.mark.slow
 def test_draws_every_picture_that_the_value_function_has(quadratic: Callable[..., Any], tmp_path: Path) -> None:
     task = quadratic(dtype=torch.float32)
-    recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learners=(NeuralLearner(iterations=30),))
+    recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learner=NeuralLearner(iterations=30))
     result = optimize_metric(task, queries=80, strategy=recipe, callback=Callback())
     paths = {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
     aside = task.judged_by(task.metric.with_settings())

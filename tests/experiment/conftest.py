@@ -36,7 +36,6 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 seed=row + 4,
                 outcomes=outcomes,
                 quality=GOOD if row else POOR,
-                candidates={"neural": POOR, "reptile": GOOD if row else POOR},
                 kept="metricopt" if row else "start",
                 setting=StepWeights(0.3, 0.15),
                 split_half=0.75,

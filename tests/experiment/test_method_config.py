@@ -39,12 +39,11 @@ def test_each_method_is_built_from_the_settings() -> None:
     assert beside.build_strategy() == GuidedTrustRegion()
 
 
-def test_learners_are_chosen_by_name() -> None:
-    recipe = RecipeConfig(learners=["reptile", "neural"]).build(FinetuneConfig())
-    assert [type(learner).__name__ for learner in recipe.learners] == ["ReptileLearner", "NeuralLearner"]
-    for wrong in (["forest"], []):
-        with pytest.raises(ConfigError):
-            RecipeConfig(learners=wrong).build(FinetuneConfig())
+def test_a_learner_is_chosen_by_name() -> None:
+    assert RecipeConfig().build(FinetuneConfig()).learner == Recipe().learner
+    assert RecipeConfig(learner="reptile").build(FinetuneConfig()).learner == ReptileLearner()
+    with pytest.raises(ConfigError):
+        RecipeConfig(learner="forest").build(FinetuneConfig())
 
 
 NAMES = {"data": {"name": "x"}, "model": {"name": "x"}}

@@ -74,7 +74,6 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Any) -> None:
         "seed": 0,
         "outcomes": {"pretrained": [asdict(outcome)], "metricopt": [asdict(outcome)]},
         "quality": quality,
-        "candidates": {"neural": quality},
         "kept": "start",
         "setting": [0.0, 0.1],
         "split_half": None,

@@ -44,7 +44,6 @@ def test_report_json(report: Callable[..., Report], tmp_path: Path) -> None:
     assert f["constant_mae"] == pytest.approx(0.1)
     assert f["trusted"] == [False, True, True]
     assert [quality["spearman"] for quality in f["per_seed"]] == [0.1, 0.9, 0.9]
-    assert [set(kinds) for kinds in f["candidates"]] == [{"neural", "reptile"}] * 3
     assert content["kept"] == ["start", "metricopt", "metricopt"]
     machine = {"processor": "A processor", "capability": "AVX2", "threads": 1, "device": "cpu"}
     assert content["machines"] == [machine] * 3

@@ -15,7 +15,6 @@ def record() -> SeedRecord:
         seed=3,
         outcomes={"pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)], "metricopt": [Outcome(1 / 3, 0.1 + 0.2, 9, 2, 1.5, 4)]},
         quality=QUALITY,
-        candidates={"neural": QUALITY},
         kept="metricopt",
         setting=StepWeights(0.0, 0.15),
         split_half=0.5,

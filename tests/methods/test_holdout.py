@@ -18,7 +18,7 @@ from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.ledger import Ledger
 
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=QuadraticLearner())
 
 
 def away_from(point: Tensor) -> Metric:

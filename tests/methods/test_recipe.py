@@ -33,7 +33,7 @@ from metricopt_ext.value.observations import Observations
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
 # for, which only metrics need that tell halves.
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=QuadraticLearner())
 COLLECTED, QUERIES = 36, 47
 
 
@@ -53,8 +53,8 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
         ("evals", 12, ("12", "10", "11")),
         ("settings", ((0.1, 0.2, 0.3),), ("settings", "0.1")),
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
-        ("learners", "neural", ("learners", "neural", "NeuralLearner()")),
-        ("learners", QuadraticLearner(penalty=0.1), ("penalty=0.1", "NeuralLearner()")),
+        ("learner", "neural", ("learner", "neural", "NeuralLearner()")),
+        ("learner", QuadraticLearner, ("learner", "QuadraticLearner")),
         ("labels", LinearLabels, ("labels", "LinearLabels")),
     ],
 )
@@ -108,7 +108,7 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
             task = replace(task, metric=closeness)
         times = torch.linspace(0, 20, 400, dtype=torch.float64)[:, None]
         flow = task.centre * (1 - torch.exp(-task.curvature * times))  # the loss's gradient flow from phi = 0
-        result = go(task, queries=119, recipe=replace(RECIPE, learners=(learner,)), seed=seed)
+        result = go(task, queries=119, recipe=replace(RECIPE, learner=learner), seed=seed)
         assert sign * result.before == pytest.approx(float((task.goal**2).sum()), rel=1e-12)
         assert sign * result.after == task.true_cost(task.adapter.phi.detach())
         assert sign * result.details.loss_finetune == task.true_cost(result.ends["loss_finetune"])
@@ -133,7 +133,7 @@ def test_it_never_ends_worse_than_it_began(quadratic: Callable[..., Any], goal: 
 
 def test_an_f_without_skill_is_not_followed(quadratic: Callable[..., Any]) -> None:
     task = quadratic()
-    result = go(task, recipe=replace(RECIPE, learners=(backwards,)))
+    result = go(task, recipe=replace(RECIPE, learner=backwards))
     assert not result.fit.f.trusted
     assert torch.equal(result.ends["metricopt"], result.ends["loss_finetune"])
     assert torch.equal(result.ends["metricopt"], finetune(task, LossStep(0.1), 10, 0)[-1])

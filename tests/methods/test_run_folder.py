@@ -100,7 +100,7 @@ def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> Non
     assert_refused(lambda: opened({}, name="accuracy"), FileFormatError, "metric.name", "of_a_run:score", "accuracy")
 
 
-RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=QuadraticLearner())
 S1 = AlgorithmS1(steps=5, evals=3, tasks=2, pairs=3, hidden=4)
 ONE = torch.ones(4, dtype=torch.float64)
 
@@ -130,7 +130,7 @@ def with_settings(inference: float) -> Callable[[Any], Any]:
 
 ASIDE = Metric(lambda model: 0.0, maximize=False, bounds=None, name="aside")
 RANGE = {"starts": {"near": Start(0.8 * ONE), "far": Start(-ONE)}}
-RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learners": (QuadraticLearner(penalty=0.1),)}
+RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learner": QuadraticLearner(penalty=0.1)}
 
 # What is named, what changes in the task, and the arguments of the first run and of the second.
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [

@@ -103,7 +103,7 @@ class TestRecipe(StrategyTester):
     asks_and_tells, collected_again = False, 9
 
     def strategy(self) -> Any:
-        return Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learners=(QuadraticLearner(),))
+        return Recipe(steps=6, evals=3, rounds=2, folds=2, trials=1, learner=QuadraticLearner())
 
 
 @pytest.mark.slow

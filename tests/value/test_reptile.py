@@ -240,7 +240,7 @@ def test_it_learns_and_says_nothing_of_collapse() -> None:
     data = observations(tasks=60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fits = [fit_value_function(data, [ReptileLearner(iterations=60)], seed=seed) for seed in range(2)]
+        fits = [fit_value_function(data, ReptileLearner(iterations=60), seed=seed) for seed in range(2)]
     qualities = [fit.f.quality for fit in fits]
     assert np.mean([quality.spearman for quality in qualities]) > 0.9  # at worst 0.97 ± 0.01
     # at worst 0.22 ± 0.03
