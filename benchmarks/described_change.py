@@ -122,7 +122,6 @@ class DescribedValueFunction(ValueFunction):
     """
 
     kind = "described"
-    has_file = False
 
     def __init__(self, f: ValueFunction, describe: Description, scale: Tensor, radius: float) -> None:
         super().__init__(describe.task.dim, f.members_count)

@@ -22,13 +22,13 @@ class RotatedValueFunction(ValueFunction):
     """
 
     kind = "rotated"
-    has_file = False
     rotation: Tensor
 
     def __init__(self, f: ValueFunction, seed: int) -> None:
         super().__init__(f.dim, f.members_count)
         self.f = copy.deepcopy(f)
-        self.take_domain(f)
+        self.quality, self.all_directions = f.quality, f.all_directions
+        self.radius, self.gradient_floor = f.radius.clone(), f.gradient_floor.clone()
         self.register_buffer("rotation", random_rotation(f.dim, seed).to(f.radius))
         self.centre = f.centre @ self.rotation
 

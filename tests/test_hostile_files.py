@@ -76,7 +76,7 @@ def saved(make: Callable[[], Any]) -> Callable[[Path], Path]:
 
 def value_function() -> NeuralValueFunction:
     f = NeuralValueFunction(4, 2)
-    f.quality = Quality(0.5, 0.1, 0.2, 10, 5)
+    f.quality = Quality(0.5, 0.1, 0.2, 10, 5, 0.1, 0.2)
     f.signature = attach_film(model(), dim=4).signature
     return f
 

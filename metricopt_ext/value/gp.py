@@ -133,8 +133,7 @@ class GPValueFunction(ValueFunction):
 
     def members(self, phi: Tensor) -> Tensor:
         """Predict the cost at phi, ``... x d``; the only member is the posterior mean, ``... x 1``."""
-        flat = phi.reshape(-1, self.dim).double()
-        mean = self.constant + self.kernel(flat) @ self.weights
+        mean = self.mean(phi.reshape(-1, self.dim))
         return (self.cost_mean + self.cost_std * mean).view(*phi.shape[:-1], 1)
 
     def mean(self, phi: Tensor) -> Tensor:
@@ -219,10 +218,8 @@ class GPLearner:
             least_noise: See `most_likely`.
 
         Raises:
-            ValueFunctionError: All costs are equal, or one is not finite.
+            ValueFunctionError: All costs are equal.
         """
-        if not cost.isfinite().all():
-            raise ValueFunctionError(f"a Gaussian process can't be fitted to costs {cost[~cost.isfinite()].tolist()}")
         if cost.min() == cost.max():
             raise ValueFunctionError(f"all {len(cost)} costs equal {float(cost[0]):.6g}: the metric does not react")
         chosen = previous or self.most_likely(phi, cost, least_noise)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.objective import Objective, comparable_sigma, warn_of_collapse
+from metricopt_ext.value.objective import Objective, comparable_sigma
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
 
@@ -84,6 +84,4 @@ class NeuralLearner:
             loss.backward()
             optimizer.step()
             schedule.step()
-        f.eval()
-        warn_of_collapse(f, data.phi, data.cost)
-        return f
+        return f.eval()

@@ -4,9 +4,9 @@ Each of M members has its own batch of B points. A loss is a mean over the membe
 no member's gradient depends on the others.
 """
 
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,6 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 CUTOFF = 2.0
 
 RESOLUTION = 0.1  # sigma of labels that are all equally certain, in standard deviations of the costs
-
-
-class CollapseWarning(UserWarning):
-    """A value function predicts nearly the same cost everywhere, although the costs it was fitted to differ."""
 
 
 class Triplets(NamedTuple):
@@ -40,18 +36,9 @@ class Triplets(NamedTuple):
     valid: Tensor
 
 
-class Miner(Protocol):
-    """Chooses the triplets of a batch: `sampled_triplets` or `hardest_triplets`."""
-
-    def __call__(self, ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
-        """Return a triplet per anchor.
-
-        Args:
-            ratio: Fisher's ratios, ``B x B x M``.
-            features: Embeddings, ``B x M x e``; no gradient flows through the choice.
-            generator: Source of all draws.
-        """
-        ...
+# Chooses the triplets of a batch, `sampled_triplets` or `hardest_triplets`, from Fisher's ratios, ``B x B x M``, and
+# embeddings, ``B x M x e``, through which no gradient flows, by draws from a generator.
+Miner = Callable[[Tensor, Tensor, torch.Generator], Triplets]
 
 
 def regression_loss(predicted: Tensor, cost: Tensor, sigma: Tensor) -> Tensor:
@@ -185,32 +172,3 @@ def comparable_sigma(data: Observations) -> Tensor:
     if data.sigma.min() < data.sigma.max():
         return data.sigma
     return torch.full_like(data.sigma, RESOLUTION * float(data.cost.std()))
-
-
-@torch.no_grad()
-def collapsed(f: NeuralValueFunction, phi: Tensor, cost: Tensor) -> Tensor:
-    """Return which members predict nearly the same cost everywhere, ``M``, bool.
-
-    Their predictions spread at most 5% as wide as the labels, or their embeddings at most 0.1% of the embeddings' mean
-    length.
-
-    Args:
-        f: A fitted value function in evaluation mode.
-        phi: Points that it was fitted to, ``n x d``.
-        cost: Their labels, ``n``.
-    """
-    features = f.features(phi[:, None].expand(-1, f.members_count, -1))
-    flat = f.predict(features).std(0) <= 0.05 * cost.std()
-    spread, length = features.var(0).sum(-1).sqrt(), _length(features).mean(0)
-    return flat | (spread <= 1e-3 * length)
-
-
-def warn_of_collapse(f: NeuralValueFunction, phi: Tensor, cost: Tensor) -> None:
-    """Issue a `CollapseWarning` if any member of f has collapsed; arguments as in `collapsed`."""
-    if count := int(collapsed(f, phi, cost).sum()):
-        warnings.warn(
-            f"{count} of the value function's {f.members_count} members predict nearly the same cost everywhere: these"
-            " labels follow no pattern that it could learn, or the ordinal term outweighs the regression",
-            CollapseWarning,
-            stacklevel=3,
-        )

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets, warn_of_collapse
+from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
@@ -117,7 +117,6 @@ class ReptileLearner:
         if self.adapted:
             set_weights(f, w_tilde)
         set_statistics(f, data.phi, seen)
-        warn_of_collapse(f, data.phi, data.cost)
         return f
 
     def adapt(self, f: NeuralValueFunction, w: Tensor, data: Observations, newest: int, rng: torch.Generator) -> Tensor:

@@ -28,10 +28,8 @@ class Quality:
         constant_mae: The same for the best constant, the median of these points.
         points: Number of these points: held-out ones or, in a search, those that were predicted before their query.
         trajectories: Number of independent trajectories that they lie on; the points themselves in a search.
-        near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best; None if
-            unknown.
-        headroom: How much lower the cost is there than where f would be followed from, which the error must not exceed;
-            None if unknown.
+        near_mae: Mean absolute error where it matters: at the quarter of the points that f predicts to be best.
+        headroom: How much lower the cost is there than where f would be followed from, which the error must not exceed.
         incumbent_mae: Mean absolute error of predicting the best cost so far; None where there is no order.
     """
 
@@ -40,8 +38,8 @@ class Quality:
     constant_mae: float
     points: int
     trajectories: int
-    near_mae: float | None = None
-    headroom: float | None = None
+    near_mae: float
+    headroom: float
     incumbent_mae: float | None = None
 
     @property
@@ -61,20 +59,17 @@ class Quality:
 
         It must also rank unseen points above chance and err less than the best constant.
         """
-        promising = self.near_mae is None or self.headroom is None or self.near_mae < self.headroom
-        return promising and self.spearman_lower > 0 and self.mae < self.constant_mae
+        return self.near_mae < self.headroom and self.spearman_lower > 0 and self.mae < self.constant_mae
 
     def __str__(self) -> str:
         """Say on one line whether f is to be trusted, and why."""
-        near = ""
-        if self.near_mae is not None and self.headroom is not None:
-            better = f"{abs(self.headroom):.4f} {'better' if self.headroom >= 0 else 'worse'}"
-            near = f", near its best points {self.near_mae:.4f} (these are {better} than the start)"
+        better = f"{abs(self.headroom):.4f} {'better' if self.headroom >= 0 else 'worse'}"
         verdict = "to be trusted" if self.trusted else "NOT to be trusted, so do not follow it"
         where = "on held-out trajectories" if self.incumbent_mae is None else "before each query"
         return (
             f"{verdict}; tested {where}: Spearman {self.spearman:.2f} (lower 95% bound {self.spearman_lower:.2f}),"
-            f" mean absolute error {self.mae:.4f} (of a constant {self.constant_mae:.4f}){near}"
+            f" mean absolute error {self.mae:.4f} (of a constant {self.constant_mae:.4f}),"
+            f" near its best points {self.near_mae:.4f} (these are {better} than the start)"
         )
 
 
@@ -97,7 +92,6 @@ class ValueFunction(nn.Module):
     """
 
     kind: ClassVar[str]
-    has_file: ClassVar[bool] = True
     all_directions: bool = False  # fitted to points in all directions, not along loss gradients
     centre: Tensor
     radius: Tensor
@@ -149,10 +143,7 @@ class ValueFunction(nn.Module):
         """
         if self.signature is None or signature is None:
             return
-        differing = [
-            f"{what} {_shown(fitted)}, not {_shown(given)}"
-            for what, fitted, given in self.signature.differences(signature)
-        ]
+        differing = [f"{what} {_shown(a)}, not {_shown(b)}" for what, a, b in self.signature.differences(signature)]
         if differing:
             raise ValueFunctionError(
                 f"{name} was fitted for another adapter, of {'; '.join(differing)}: attach that one, or learn f anew"
@@ -176,24 +167,12 @@ class ValueFunction(nn.Module):
             self.radius.clamp_(min=float((reaching - self.centre).norm()))
         self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
 
-    def take_domain(self, f: "ValueFunction") -> None:
-        """Take the domain, quality and precision of another value function."""
-        self.quality, self.all_directions = f.quality, f.all_directions
-        for name in ("centre", "radius", "gradient_floor"):
-            setattr(self, name, getattr(f, name).clone())
-
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments, as JSON."""
         return {"dim": self.dim, "members": self.members_count}
 
     def save(self, path: str | Path) -> None:
-        """Write f, its domain, its quality and the signature of its adapter to a safetensors file.
-
-        Raises:
-            ValueFunctionError: f wraps another value function, which should be saved instead.
-        """
-        if not self.has_file:
-            raise ValueFunctionError(f"a value function of kind {self.kind!r} can't be saved; save the one it wraps")
+        """Write f, its domain, its quality and the signature of its adapter to a safetensors file."""
         quality = None if self.quality is None else asdict(self.quality)
         signature = None if self.signature is None else self.signature.to_json()
         described = {"kind": self.kind, "settings": self.settings(), "quality": quality, "signature": signature}

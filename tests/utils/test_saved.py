@@ -58,7 +58,7 @@ class TestMixture(TestAdapter):
 class TestNeural(SavedTester):
     def make(self) -> Any:
         f = NeuralValueFunction(4, 2)
-        f.quality, f.signature = Quality(0.5, 0.1, 0.2, 10, 5), film().signature
+        f.quality, f.signature = Quality(0.5, 0.1, 0.2, 10, 5, 0.1, 0.2), film().signature
         return f
 
     def read(self, path: Path) -> Any:

@@ -11,7 +11,6 @@ from metricopt_ext.value.objective import (
     Miner,
     Objective,
     Triplets,
-    collapsed,
     fisher_ratio,
     hardest_triplets,
     ordinal_loss,
@@ -221,22 +220,3 @@ def test_objective_is_the_weighted_sum(beta: float) -> None:
     expected = expected + beta * ordinal_loss(features, triplets)
     loss = Objective(gamma=4, beta=beta, miner=sampled_triplets)(f, phi, cost, sigma, rng(6))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-
-
-# --- Collapse ------------------------------------------------------------------------------------------------
-
-
-def test_collapse_is_detected_member_by_member() -> None:
-    f, phi = neural(), torch.randn(60, 5, generator=rng(), dtype=torch.float64)
-    last = f.norms[-1]
-    with torch.no_grad():
-        f.head.weight *= 20
-        healthy = f.members(phi)
-        assert not collapsed(f, phi, healthy[:, 0]).any()
-        f.head.weight[1] *= 1e-3  # predictions nearly constant
-        assert collapsed(f, phi, healthy[:, 0]).tolist() == [False, True, False]
-        last.weight[32:] *= 1e-5  # the embedding nearly constant, but read through a magnifying glass
-        last.bias[32:] += 1
-        f.head.weight[2] *= 1e5
-        assert f.members(phi)[:, 2].std() > 0.05 * healthy[:, 0].std()
-        assert collapsed(f, phi, healthy[:, 0]).tolist() == [False, True, True]

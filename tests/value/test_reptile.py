@@ -1,7 +1,6 @@
 """Reptile against loops written from Algorithm 1."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.refusals import having
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.objective import CollapseWarning, Objective, hardest_triplets
+from metricopt_ext.value.objective import Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
 from metricopt_ext.value.reptile import SGD, ReptileLearner
@@ -236,22 +234,13 @@ def test_statistics_are_those_of_all_that_a_member_sees() -> None:
 
 
 @pytest.mark.outcome
-def test_it_learns_and_says_nothing_of_collapse() -> None:
+def test_it_learns() -> None:
     data = observations(tasks=60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fits = [fit_value_function(data, ReptileLearner(iterations=60), seed=seed) for seed in range(2)]
+    fits = [fit_value_function(data, ReptileLearner(iterations=60), seed=seed) for seed in range(2)]
     qualities = [fit.f.quality for fit in fits]
     assert np.mean([quality.spearman for quality in qualities]) > 0.9  # at worst 0.97 ± 0.01
     # at worst 0.22 ± 0.03
     assert np.mean([quality.mae / quality.constant_mae for quality in qualities]) < 0.4
-
-
-def test_collapse_is_said() -> None:
-    data = observations()
-    learner = replace(QUICK, iterations=20, inner=partial(INNER_ADAMW, lr=1e-2, weight_decay=50))
-    with pytest.warns(CollapseWarning, match=having("2")):
-        learner(data, folded(data, 2), 2, seed=0)
 
 
 def test_repr_is_the_same_in_every_process() -> None:
