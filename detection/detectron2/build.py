@@ -12,7 +12,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter, signature_of
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.detection.detectron2.config import FilmNode
 from metricopt_ext.detection.detectron2.hooks import (
@@ -86,7 +86,7 @@ def phi_optimizer(
         return LearnedOptimizer([phi], load_update_rule(update_rule).to(phi.device))
     if not value_function:
         return torch.optim.SGD([phi], lr=lr)
-    f = load_value_function(value_function, phi.numel(), signature_of(phi)).to(phi.device)
+    f = load_value_function(value_function).to(phi.device)
     if not f.trusted and not options.get("even_untrusted"):
         warn_once(
             f"{value_function} is {f.quality}: phi follows the loss alone; learn f from more METRICOPT.META.ROUNDS or"

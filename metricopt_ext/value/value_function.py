@@ -131,12 +131,11 @@ class ValueFunction(nn.Module):
         """Whether held-out quality shows skill; an f of unknown quality is not trusted."""
         return self.quality is not None and self.quality.trusted
 
-    def check_fits(self, signature: Signature | None, name: str = "f") -> None:
+    def check_fits(self, signature: Signature | None) -> None:
         """Reject an adapter whose phi means something else than what f was fitted to; what is unknown passes.
 
         Args:
             signature: The adapter's.
-            name: What the message calls f.
 
         Raises:
             ValueFunctionError: It is another adapter; the message says in what it differs.
@@ -146,7 +145,7 @@ class ValueFunction(nn.Module):
         differing = [f"{what} {_shown(a)}, not {_shown(b)}" for what, a, b in self.signature.differences(signature)]
         if differing:
             raise ValueFunctionError(
-                f"{name} was fitted for another adapter, of {'; '.join(differing)}: attach that one, or learn f anew"
+                f"f was fitted for another adapter, of {'; '.join(differing)}: attach that one, or learn f anew"
                 " (to follow it all the same, as for a transfer, set f.signature = None)"
             )
 
