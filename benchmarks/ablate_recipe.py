@@ -56,8 +56,7 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.learners import NeuralLearner
-from metricopt_ext.value.objective import Objective, hardest_triplets
+from metricopt_ext.value.learning import NeuralLearner, Objective, hardest_triplets
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
 from trivial import trivial_predictors

@@ -9,8 +9,7 @@ import torch
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.learners import NeuralLearner
-from metricopt_ext.value.objective import sampled_triplets
+from metricopt_ext.value.learning import NeuralLearner, sampled_triplets
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner
 

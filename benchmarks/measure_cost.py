@@ -39,7 +39,7 @@ from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.value.fitting import fit_value_function
 from metricopt_ext.value.gp import GPLearner, Spectrum
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import ValueFunction
 

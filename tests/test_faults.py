@@ -38,7 +38,7 @@ from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils import files
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4  # of a write: the file is made, half of it is written, it is synced, it gets its name

@@ -27,7 +27,7 @@ from metricopt_ext.tasks.settings import Setting, Settings
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 
 torch.set_num_threads(1)
 out = Path(sys.argv[1])

@@ -20,7 +20,7 @@ from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys
-from metricopt_ext.value.learners import Learner, NeuralLearner
+from metricopt_ext.value.learning import Learner, NeuralLearner
 from metricopt_ext.value.reptile import ReptileLearner
 
 LEARNERS: dict[str, Learner] = {"neural": NeuralLearner(), "reptile": ReptileLearner()}

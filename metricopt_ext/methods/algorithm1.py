@@ -36,7 +36,7 @@ from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, 
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
-from metricopt_ext.value.learners import Learner
+from metricopt_ext.value.learning import Learner
 from metricopt_ext.value.observations import Labeller
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction

@@ -14,7 +14,7 @@ from metricopt_ext.utils.checks import check_above, check_at_least, check_instan
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
-from metricopt_ext.value.learners import Learner, NeuralLearner
+from metricopt_ext.value.learning import Learner, NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
 
 

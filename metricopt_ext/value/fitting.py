@@ -12,7 +12,7 @@ from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import counted
-from metricopt_ext.value.learners import Learner, NeuralLearner
+from metricopt_ext.value.learning import Learner, NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, ValueFunction
 

@@ -1,7 +1,7 @@
 """Labelled points for fitting value functions: phi, its cost, and how certain the label is."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -82,14 +82,12 @@ class Observations:
         Raises:
             ValueFunctionError: They are of different adapters.
         """
-        counts = torch.tensor([int(part.trajectory.max()) + 1 for part in parts])
-        before = (counts.cumsum(0) - counts).tolist()
-        names = ("phi", "cost", "sigma", "round", "progress", "observed")
-        return cls(
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
-            trajectory=torch.cat([part.trajectory + n for part, n in zip(parts, before, strict=True)]),
-            signature=common_signature(parts),
-        )
+        names = [each.name for each in fields(cls) if each.name != "signature"]
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        part = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(each.cost) for each in parts]))
+        pairs = torch.stack([part, joined["trajectory"]])
+        joined["trajectory"] = pairs.unique(dim=1, return_inverse=True)[1]
+        return cls(**joined, signature=common_signature(parts))
 
     def where_used(self) -> Tensor:
         """Mark the observed points where f will be used, ``n``: in the second half of on-policy trajectories.

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.objective import Objective, comparable_sigma, hardest_triplets
+from metricopt_ext.value.learning import Objective, comparable_sigma, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
@@ -35,8 +35,8 @@ class ReptileLearner:
     average of the weights.
 
     Attributes:
-        iterations: Meta-iterations, each with one meta-batch per member, its tasks drawn anew; not used with `passes`.
-        passes: Passes over the tasks to make instead, each taking every task once, in random order.
+        iterations: Meta-iterations, each with one meta-batch per member; the tasks are taken in random order, again and
+            again. None takes each task once.
         tasks: Tasks in a meta-batch; all that the member may see, if those are fewer.
         points: Points drawn from each of them, without repetition if there are enough; None draws as many as the
             longest task has.
@@ -47,8 +47,7 @@ class ReptileLearner:
         adapted: Whether to return the weights w~ of the last inner loop (line 8) instead of the meta-weights w.
     """
 
-    iterations: int = 120
-    passes: int | None = None
+    iterations: int | None = 120
     tasks: int = 32
     points: int | None = 4
     inner: InnerOptimizer = ADAMW
@@ -63,12 +62,8 @@ class ReptileLearner:
         Raises:
             ValueError: A value is out of range; the message gives it.
         """
-        numbers = {name: getattr(self, name) for name in ("iterations", "passes", "tasks", "points", "inner_steps")}
+        numbers = {name: getattr(self, name) for name in ("iterations", "tasks", "points", "inner_steps")}
         check_integer(1, **{name: value for name, value in numbers.items() if value is not None})
-        if self.points is not None and self.points * self.tasks < 2:
-            raise ValueError(
-                f"points is {self.points} and tasks is {self.tasks}; BatchNorm needs at least 2 points in a meta-batch"
-            )
 
     @classmethod
     def paper(cls) -> "ReptileLearner":
@@ -81,7 +76,7 @@ class ReptileLearner:
         after 2,400.
         """
         return cls(
-            passes=1,
+            iterations=None,
             tasks=1,
             points=None,
             inner=SGD,
@@ -167,16 +162,13 @@ class ReptileLearner:
         """
         own = seen.sum(1, keepdim=True)
         at_once = min(self.tasks, int(own.min()))
-        if self.passes is None:
-            for iteration in range(self.iterations):
-                yield 1 - iteration / self.iterations, torch.multinomial(seen.float(), at_once, generator=rng)
-            return
         per_pass = math.ceil(int(own.max()) / at_once)
         places = torch.arange(per_pass * at_once) % own  # where they do not divide evenly, a member starts again
-        for iteration in range(self.passes * per_pass):
+        iterations = self.iterations or per_pass
+        for iteration in range(iterations):
             if iteration % per_pass == 0:
                 batches = _shuffled(seen, rng).gather(-1, places).split(at_once, dim=-1)
-            yield 1 - iteration / (self.passes * per_pass), batches[iteration % per_pass]
+            yield 1 - iteration / iterations, batches[iteration % per_pass]
 
 
 @dataclass(frozen=True)
@@ -246,7 +238,5 @@ def set_statistics(f: NeuralValueFunction, phi: Tensor, seen: Tensor) -> None:
         h = linear(h)
         mean = (share * h).sum(0)
         variance = (share * (h - mean) ** 2).sum(0)
-        statistics = dict(norm.named_buffers())
-        statistics["running_mean"].copy_(mean.flatten())
-        statistics["running_var"].copy_(variance.flatten())
+        norm.running_mean, norm.running_var = mean.flatten(), variance.flatten()
         h = norm(h.flatten(1)).view_as(h).relu()

@@ -13,7 +13,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 
 
 @pytest.mark.slow

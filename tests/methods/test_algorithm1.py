@@ -19,7 +19,7 @@ from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.fitting import assign_folds
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ReptileLearner
 
@@ -75,7 +75,7 @@ def test_meta_test_is_lines_9_to_16(quadratic: Callable[..., Any], grows: bool) 
 @pytest.mark.parametrize(
     ("learner", "seeds"),
     [
-        (replace(ReptileLearner.paper(), passes=150, tasks=32, points=4), range(3)),
+        (replace(ReptileLearner.paper(), iterations=300, tasks=32, points=4), range(3)),
         (replace(NeuralLearner.offline(), iterations=500), range(3)),
     ],
     ids=["reptile", "offline"],

@@ -28,7 +28,7 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.interpolation import LinearLabels
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Observations
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned

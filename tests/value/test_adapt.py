@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from metricopt_ext.value.objective import Objective, regression_loss
+from metricopt_ext.value.learning import Objective, regression_loss
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import SGD, ReptileLearner, set_weights
 from metricopt_ext.value.value_function import NeuralValueFunction

@@ -15,7 +15,7 @@ from helpers.quadratics import QuadraticLearner
 from helpers.tensors import rand32
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.learners import NeuralLearner
+from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Observations
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.value.objective import (
+from metricopt_ext.value.learning import (
     Miner,
     Objective,
     Triplets,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.objective import Objective, hardest_triplets
+from metricopt_ext.value.learning import Objective, hardest_triplets
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
 from metricopt_ext.value.reptile import SGD, ReptileLearner
