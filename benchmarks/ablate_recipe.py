@@ -56,7 +56,7 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.learning import NeuralLearner, Objective, hardest_triplets
+from metricopt_ext.value.learning import NeuralLearner, Objective
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction
 from trivial import trivial_predictors
@@ -103,7 +103,7 @@ FITS: dict[str, dict[str, Any]] = {
     "Reptile, one task per BatchNorm batch": {"learner": replace(MIXED, tasks=1, points=None)},
     "Reptile, ordinal weight 0": {"learner": replace(MIXED, objective=Objective(beta=0.0))},
     "Reptile, ordinal weight 1": {"learner": replace(MIXED, objective=Objective(beta=1.0))},
-    "Reptile, hardest triplets": {"learner": replace(MIXED, objective=Objective(miner=hardest_triplets))},
+    "Reptile, hardest triplets": {"learner": replace(MIXED, objective=Objective(hardest=True))},
     "labels: linear": {"labels": LinearLabels()},
     "labels: Gaussian process": {"labels": GaussianProcessLabels()},
     "weight decay 0.01": learner(weight_decay=0.01),

@@ -9,7 +9,7 @@ import torch
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
-from metricopt_ext.value.learning import NeuralLearner, sampled_triplets
+from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner
 
@@ -42,7 +42,7 @@ def objective(**change: Any) -> dict[str, Any]:
 PARTS: dict[str, dict[str, Any]] = {
     "Adam": {"optimizer": "adam"},
     "f trained offline": {
-        "learner": replace(NeuralLearner.offline(), objective=replace(PAPER.objective, miner=sampled_triplets))
+        "learner": replace(NeuralLearner.offline(), objective=replace(PAPER.objective, hardest=False))
     },
     "Reptile, mixed batches": {"learner": ReptileLearner(objective=PAPER.objective)},
     "no sigma": {"labels": WithoutSigma(GaussianProcessLabels())},

@@ -71,9 +71,6 @@ class GPValueFunction(ValueFunction):
     Args:
         dim: Dimension d of phi.
         points: Number n of points that it is fitted to.
-
-    Attributes:
-        hyperparameters: What it was fitted with; None if it was loaded.
     """
 
     kind = "gp"
@@ -89,7 +86,6 @@ class GPValueFunction(ValueFunction):
 
     def __init__(self, dim: int, points: int) -> None:
         super().__init__(dim)
-        self.hyperparameters: Hyperparameters | None = None
         self._root: Tensor | None = None
         shapes = {"transform": (dim, dim), "points": (points, dim), "weights": (points,)}
         scalars = dict.fromkeys(("constant", "variance", "noise", "cost_mean", "cost_std"), ())
@@ -223,9 +219,7 @@ class GPLearner:
         if cost.min() == cost.max():
             raise ValueFunctionError(f"all {len(cost)} costs equal {float(cost[0]):.6g}: the metric does not react")
         chosen = previous or self.most_likely(phi, cost, least_noise)
-        f = GPValueFunction.conditioned(phi, cost, self.transform(chosen), chosen.noise)
-        f.hyperparameters = chosen
-        return f
+        return GPValueFunction.conditioned(phi, cost, self.transform(chosen), chosen.noise)
 
     def transform(self, chosen: Hyperparameters) -> Tensor:
         """Return T, ``d x d``: distances in ``phi T`` are in units of the length scale."""

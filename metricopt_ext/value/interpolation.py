@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +99,8 @@ class GaussianProcess:
 
     def _fit(
         self, trajectories: Sequence[Trajectory], length_scale: float, level: float | None
-    ) -> tuple[float, gpytorch.kernels.Kernel, gpytorch.likelihoods.GaussianLikelihood]:
-        """Climb from a length scale to a maximum of the likelihood; return the mean of its logarithm over the points.
+    ) -> tuple[float, Any, Any]:
+        """Climb to a maximum of the likelihood; return the mean of its logarithm over the points, kernel and noise.
 
         This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
         """
@@ -117,17 +116,15 @@ class GaussianProcess:
         likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=noise_bounds).double()
         likelihood.noise = 0.1
 
-        alike: dict[int, list[Trajectory]] = defaultdict(list)  # by their number of points, to compute them together
-        for t in trajectories:
-            alike[len(t.cost)].append(t)
-        models = [_Curves(*self._data(group), kernel, likelihood) for group in alike.values()]
-        points = sum(len(t.cost) for t in trajectories)
+        counts = [len(t.cost) for t in trajectories]
+        alike = [[t for t in trajectories if len(t.cost) == count] for count in sorted(set(counts))]
+        models = [_Curves(*self._data(group), kernel, likelihood) for group in alike]
         parameters = [*kernel.parameters(), *likelihood.parameters()]
         optimizer = torch.optim.LBFGS(parameters, max_iter=50, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            total: Tensor = -torch.stack([model.log_likelihood() for model in models]).sum() / points
+            total: Tensor = -torch.stack([model.log_likelihood() for model in models]).sum() / sum(counts)
             total.backward()
             return total
 

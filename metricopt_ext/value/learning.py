@@ -6,13 +6,13 @@ the members: no member's gradient depends on the others.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
+from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
@@ -35,11 +35,6 @@ class Triplets(NamedTuple):
     positive: Tensor
     negative: Tensor
     valid: Tensor
-
-
-# Chooses the triplets of a batch, `sampled_triplets` or `hardest_triplets`, from Fisher's ratios, ``B x B x M``, and
-# embeddings, ``B x M x e``, through which no gradient flows, by draws from a generator.
-Miner = Callable[[Tensor, Tensor, torch.Generator], Triplets]
 
 
 def regression_loss(predicted: Tensor, cost: Tensor, sigma: Tensor) -> Tensor:
@@ -71,8 +66,13 @@ def pair_sets(ratio: Tensor) -> tuple[Tensor, Tensor]:
     return alike & ~itself, ~alike
 
 
-def sampled_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
-    """Draw t_p uniformly from P_t and t_n uniformly from N_t, whatever the embedding; see `Miner`."""
+def sampled_triplets(ratio: Tensor, generator: torch.Generator) -> Triplets:
+    """Draw t_p uniformly from P_t and t_n uniformly from N_t, whatever the embedding.
+
+    Args:
+        ratio: Fisher's ratios, ``B x B x M``.
+        generator: Source of the draws.
+    """
     positives, negatives = pair_sets(ratio)
     draw = 1 - torch.rand(positives.shape, generator=generator).to(positives.device)  # in (0, 1]
     positive, negative = (draw * positives).max(1), (draw * negatives).max(1)
@@ -80,8 +80,13 @@ def sampled_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator
 
 
 @torch.no_grad()
-def hardest_triplets(ratio: Tensor, features: Tensor, generator: torch.Generator) -> Triplets:
-    """Take the farthest embedding of P_t as t_p and the nearest of N_t as t_n: hard mining; see `Miner`."""
+def hardest_triplets(ratio: Tensor, features: Tensor) -> Triplets:
+    """Take the farthest embedding of P_t as t_p and the nearest of N_t as t_n: hard mining.
+
+    Args:
+        ratio: Fisher's ratios, ``B x B x M``.
+        features: Embeddings, ``B x M x e``; no gradient flows through the choice.
+    """
     positives, negatives = pair_sets(ratio)
     distances = _length(features[:, None] - features)
     positive = distances.where(positives, -torch.inf).max(1)
@@ -119,12 +124,12 @@ class Objective:
     Attributes:
         gamma: Weight of the regression term.
         beta: Weight of the ordinal embedding term; 0 leaves it out.
-        miner: Chooses the triplets.
+        hardest: Whether triplets are the hardest of a batch, as printed, or drawn from all.
     """
 
     gamma: float = 10.0
     beta: float = 0.1
-    miner: Miner = sampled_triplets
+    hardest: bool = False
 
     def __post_init__(self) -> None:
         """Reject weights below 0.
@@ -144,19 +149,15 @@ class Objective:
             phi: What each member is given, ``B x M x d``.
             cost: Labels, ``B x M``.
             sigma: Their standard deviations in units of the cost, ``B x M``.
-            generator: Source of the miner's draws.
+            generator: Source of the draws of triplets.
         """
         features = f.features(phi)
         loss = self.gamma * regression_loss(f.predict(features), cost, sigma) / f.cost_std
         if self.beta:
-            triplets = self.miner(fisher_ratio(cost, sigma), features, generator)
+            ratio = fisher_ratio(cost, sigma)
+            triplets = hardest_triplets(ratio, features) if self.hardest else sampled_triplets(ratio, generator)
             loss = loss + self.beta * ordinal_loss(features, triplets)
         return loss
-
-    def __repr__(self) -> str:
-        """Name the miner: a function's own repr holds its address, which differs between processes."""
-        miner = getattr(self.miner, "__qualname__", repr(self.miner))
-        return f"Objective(gamma={self.gamma}, beta={self.beta}, miner={miner})"
 
 
 def comparable_sigma(data: Observations) -> Tensor:
@@ -172,19 +173,9 @@ def comparable_sigma(data: Observations) -> Tensor:
     return torch.full_like(data.sigma, RESOLUTION * float(data.cost.std()))
 
 
-class Learner(Protocol):
-    """Fits an ensemble; member m must not see the trajectories of fold ``m % folds``."""
-
-    def __call__(self, data: Observations, fold: Tensor, folds: int, seed: int) -> ValueFunction:
-        """Return the fitted f, with ``folds`` members or a multiple of it.
-
-        Args:
-            data: The observed points.
-            fold: The fold of each point, ``n``, the same along a trajectory.
-            folds: Number of folds, at least 2.
-            seed: Seed of initial weights and mini-batches.
-        """
-        ...
+# Fits an ensemble to labelled points, given the fold of each, ``n``, the number of folds, and a seed: ``folds`` members
+# or a multiple of it, of which member m must not see the trajectories of fold ``m % folds``.
+Learner = Callable[[Observations, Tensor, int, int], ValueFunction]
 
 
 @dataclass(frozen=True)
@@ -216,8 +207,6 @@ class NeuralLearner:
             ValueError: A value is out of range; the message gives it.
         """
         check_integer(1, iterations=self.iterations, batch_size=self.batch_size, nets=self.nets)
-        check_above(0, lr=self.lr)
-        check_at_least(0, weight_decay=self.weight_decay)
 
     @classmethod
     def offline(cls) -> "NeuralLearner":

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.value.learning import Objective, comparable_sigma, hardest_triplets
+from metricopt_ext.value.learning import Objective, comparable_sigma
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import NeuralValueFunction
 
@@ -81,7 +81,7 @@ class ReptileLearner:
             points=None,
             inner=SGD,
             inner_steps=1,
-            objective=Objective(gamma=10.0, beta=1.0, miner=hardest_triplets),
+            objective=Objective(gamma=10.0, beta=1.0, hardest=True),
             standardise=False,
             adapted=True,
         )

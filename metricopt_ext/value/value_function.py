@@ -113,10 +113,6 @@ class ValueFunction(nn.Module):
 
     def forward(self, phi: Tensor) -> Tensor:
         """Predict the cost, ``...``, float64, at phi, ``... x d``."""
-        if phi.shape[-1] != self.dim:
-            raise ValueFunctionError(
-                f"phi has dimension {phi.shape[-1]}, this value function was fitted for {self.dim}"
-            )
         return self.members(phi.to(self.radius.dtype)).mean(-1)
 
     def gradient(self, phi: Tensor) -> Tensor:

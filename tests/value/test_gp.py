@@ -170,7 +170,6 @@ def test_the_grids_choice_is_that_of_brute_force(n: int, seed: int) -> None:
     assert scores[first] > scores[second] + 1e-6  # no near-tie
     assert learner.most_likely(phi, cost) == first
     f = learner(phi, cost)
-    assert f.hyperparameters == first
     assert torch.equal(f.transform, learner.transform(first))
 
 

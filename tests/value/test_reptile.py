@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.value.fitting import fit_value_function
-from metricopt_ext.value.learning import Objective, hardest_triplets
+from metricopt_ext.value.learning import Objective
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.reptile import ADAMW as INNER_ADAMW
 from metricopt_ext.value.reptile import SGD, ReptileLearner
@@ -91,7 +91,7 @@ class Recorder(Objective):
 
 
 def recorder() -> Recorder:
-    return Recorder(gamma=10, beta=1, miner=hardest_triplets)
+    return Recorder(gamma=10, beta=1, hardest=True)
 
 
 ADAMW: Callable[..., Any] = lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.5)  # noqa: E731
@@ -118,7 +118,7 @@ def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
         for _ in range(3):
             phi, cost, sigma = next(calls)
             optimizer.zero_grad()
-            Objective(gamma=10, beta=1, miner=hardest_triplets)(w_tilde, phi, cost, sigma, rng()).backward()
+            Objective(gamma=10, beta=1, hardest=True)(w_tilde, phi, cost, sigma, rng()).backward()
             optimizer.step()
             seen.append(phi)
         assert all(torch.equal(phi, seen[0]) for phi in seen)  # one meta-batch per meta-iteration
@@ -133,7 +133,7 @@ def test_the_outer_loop(inner: Any, reference: Any, adapted: bool) -> None:
 def test_paper_preset_is_algorithm_1_as_printed() -> None:
     data, spy = observations(tasks=6, points=5), recorder()
     learner = ReptileLearner.paper()
-    assert (learner.objective.gamma, learner.objective.beta, learner.objective.miner) == (10, 1, hardest_triplets)
+    assert (learner.objective.gamma, learner.objective.beta, learner.objective.hardest) == (10, 1, True)
     f = replace(learner, objective=spy)(data, torch.full_like(data.trajectory, -1), 1, seed=0)
     assert (float(f.cost_mean), float(f.cost_std)) == (0, 1)
 
@@ -246,4 +246,3 @@ def test_it_learns() -> None:
 def test_repr_is_the_same_in_every_process() -> None:
     """Resumed runs are recognised by it."""
     assert "0x" not in repr(ReptileLearner()) + repr(ReptileLearner.paper())
-    assert "hardest_triplets" in repr(ReptileLearner.paper())
