@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,11 +86,11 @@ class GPValueFunction(ValueFunction):
 
     def __init__(self, dim: int, points: int) -> None:
         super().__init__(dim)
+        self.arguments = {"dim": dim, "points": points}
         self._root: Tensor | None = None
         shapes = {"transform": (dim, dim), "points": (points, dim), "weights": (points,)}
-        scalars = dict.fromkeys(("constant", "variance", "noise", "cost_mean", "cost_std"), ())
-        for name, shape in {**shapes, **scalars}.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+        for name in (*shapes, "constant", "variance", "noise", "cost_mean", "cost_std"):
+            self.register_buffer(name, torch.zeros(shapes.get(name, ()), dtype=torch.float64))
 
     @classmethod
     def conditioned(cls, phi: Tensor, cost: Tensor, transform: Tensor, noise: float) -> "GPValueFunction":
@@ -108,8 +108,7 @@ class GPValueFunction(ValueFunction):
         f.noise = torch.tensor(noise, dtype=torch.float64, device=phi.device)
         target = (cost.double() - f.cost_mean) / f.cost_std
         ones = torch.ones_like(target)
-        root = f.root()
-        solved = torch.cholesky_solve(torch.stack([ones, target], 1), root)
+        solved = torch.cholesky_solve(torch.stack([ones, target], 1), f.root())
         f.constant = (ones @ solved[:, 1]) / (ones @ solved[:, 0])
         f.weights = solved[:, 1] - f.constant * solved[:, 0]
         f.variance = ((target - f.constant) @ f.weights) / len(target)
@@ -173,10 +172,6 @@ class GPValueFunction(ValueFunction):
         noise = randn(len(self.points), count) * (self.variance * self.noise).sqrt()
         update = torch.cholesky_solve(prior(self.points) + noise, self.root())
         return lambda phi: prior(phi.double()) - self.kernel(phi.double()) @ update
-
-    def settings(self) -> dict[str, Any]:
-        """Return the constructor's arguments, as JSON."""
-        return {"dim": self.dim, "points": len(self.points)}
 
 
 def rbf(a: Tensor, b: Tensor) -> Tensor:

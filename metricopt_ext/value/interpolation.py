@@ -88,18 +88,19 @@ class GaussianProcess:
         std: Their standard deviation within trajectories, the unit of all that is fitted.
         kernel: The fitted covariance, a gpytorch kernel.
         likelihood: The fitted noise, a gpytorch likelihood.
+        noise_std: Standard deviation of an observation, in units of the cost.
+        log_likelihood: Of the costs in units of ``std``, the mean over the points.
     """
 
     @num_threads(1)
     def __init__(self, trajectories: Sequence[Trajectory], *, levels: bool = True) -> None:
         varying = [t for t in trajectories if not _is_constant(t)] or trajectories
         level, self.mean, self.std = _moments(varying)
-        fits = [self._fit(varying, length_scale, level if levels else None) for length_scale in LENGTH_SCALE_STARTS]
+        fits = [self._fit(varying, length, level if levels else None) for length in LENGTH_SCALE_STARTS]
         self.log_likelihood, self.kernel, self.likelihood = max(fits, key=lambda fit: fit[0])
+        self.noise_std = self.std * math.sqrt(self.likelihood.noise.item())
 
-    def _fit(
-        self, trajectories: Sequence[Trajectory], length_scale: float, level: float | None
-    ) -> tuple[float, Any, Any]:
+    def _fit(self, trajectories: Sequence[Trajectory], length: float, level: float | None) -> tuple[float, Any, Any]:
         """Climb to a maximum of the likelihood; return the mean of its logarithm over the points, kernel and noise.
 
         This uses torch's L-BFGS: scipy's L-BFGS-B loses more time to threads that wait for each other.
@@ -107,13 +108,12 @@ class GaussianProcess:
         # The bounds keep every covariance matrix well conditioned; a length scale of 3 is already a parabola in [0, 1].
         smooth = gpytorch.kernels.RBFKernel(lengthscale_constraint=_LogInterval(0.01, 3.0))
         kernel = gpytorch.kernels.ScaleKernel(smooth, outputscale_constraint=_LogInterval(1e-3, 1e3)).double()
-        smooth.lengthscale, kernel.outputscale = length_scale, 1.0
+        smooth.lengthscale, kernel.outputscale = length, 1.0
         if level is not None:
             constant = gpytorch.kernels.ConstantKernel(constant_constraint=_LogInterval(1e-6, 1e7)).double()
             constant.constant = torch.tensor(level, dtype=torch.float64)
             kernel = kernel + constant
-        noise_bounds = _LogInterval(LEAST_NOISE, 10.0)
-        likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=noise_bounds).double()
+        likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=_LogInterval(LEAST_NOISE, 10.0)).double()
         likelihood.noise = 0.1
 
         counts = [len(t.cost) for t in trajectories]
@@ -144,8 +144,7 @@ class GaussianProcess:
         posteriors = []
         for t in trajectories:
             if _is_constant(t):
-                mean = t.cost[:1].repeat(len(t.phi))
-                posteriors.append((mean, torch.zeros_like(mean)))
+                posteriors.append((t.cost[:1].repeat(len(t.phi)), torch.zeros(len(t.phi), dtype=torch.float64)))
                 continue
             model = _Curves(*self._data([t]), self.kernel, self.likelihood).eval()
             with gpytorch.settings.debug(False):  # it takes the points themselves for a mistake
@@ -153,11 +152,6 @@ class GaussianProcess:
             variance = predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1).clamp(min=0)
             posteriors.append((self.mean + self.std * predicted.mean[0], self.std * variance[0].sqrt()))
         return posteriors
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of an observation, in units of the cost."""
-        return self.std * math.sqrt(self.likelihood.noise.item())
 
     def _data(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
         """Stack times, ``n x K x 1``, and standardised costs, ``n x K``."""
@@ -172,10 +166,9 @@ class _Curves(gpytorch.models.ExactGP):  # type: ignore[misc]
         super().__init__(times, targets, likelihood)
         self.kernel = kernel
 
-    def log_likelihood(self) -> Tensor:
+    def log_likelihood(self) -> Any:
         """Return the total log marginal likelihood."""
-        total: Tensor = self.likelihood(self(*self.train_inputs)).log_prob(self.train_targets).sum()
-        return total
+        return self.likelihood(self(*self.train_inputs)).log_prob(self.train_targets).sum()
 
     def forward(self, times: Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(torch.zeros_like(times[..., 0]), self.kernel(times))
@@ -189,8 +182,8 @@ class _LogInterval(gpytorch.constraints.Interval):  # type: ignore[misc]
 
     def inverse_transform(self, transformed_tensor: Tensor) -> Tensor:
         low, high = self._logarithms()
-        place = (transformed_tensor.log() - low) / (high - low)
-        return place.logit(eps=0.01)  # away from the bounds, where no gradient would lead back
+        # Away from the bounds, where no gradient would lead back.
+        return ((transformed_tensor.log() - low) / (high - low)).logit(eps=0.01)
 
     def _logarithms(self) -> tuple[Tensor, Tensor]:
         return self.lower_bound.log(), self.upper_bound.log()
@@ -203,8 +196,8 @@ def _moments(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
     """
     means = torch.stack([t.cost.mean() for t in trajectories])
     counts = torch.tensor([len(t.cost) for t in trajectories]).double()
-    squares = torch.stack([(t.cost - t.cost.mean()).square().sum() for t in trajectories]).sum()
-    between, within = float(means.var(correction=0)), float(squares / (counts - 1).sum().clamp(min=1))
+    away = torch.cat([t.cost - mean for t, mean in zip(trajectories, means, strict=True)])
+    between, within = float(means.var(correction=0)), float(away.square().sum() / (counts - 1).sum().clamp(min=1))
     std = max(math.sqrt(within), 1e-3 * math.sqrt(between)) or 1.0
     level = max(between - within * float((1 / counts).mean()), 0.0)
     return level / std**2, float((means * counts).sum() / counts.sum()), std

@@ -102,11 +102,11 @@ class ReptileLearner:
         f = NeuralValueFunction.drawn(data.phi.shape[-1], folds, rng).to(data.phi)
         if self.standardise:
             f.standardise(data.cost)
-        tasks = Tasks.of(data.trajectory)
+        tasks = tasks_of(data.trajectory)
         seen = fold[:, None] != torch.arange(folds)
         w = parameters_to_vector(f.parameters()).detach()
-        for eta, drawn in self._schedule(seen[tasks.points[:, 0]].T, rng):
-            w_tilde = self._inner_loop(f, data, tasks.points_of(drawn, self.points, rng), rng)
+        for eta, drawn in self._schedule(seen[tasks[:, 0]].T, rng):
+            w_tilde = self._inner_loop(f, data, points_of(tasks[drawn], self.points, rng), rng)
             w = torch.lerp(w, w_tilde, eta)
             set_weights(f, w)
         if self.adapted:
@@ -133,10 +133,10 @@ class ReptileLearner:
         set_weights(f, w)
         if self.standardise:
             f.standardise(data.cost)
-        tasks = Tasks.of(data.trajectory)
-        new = torch.arange(len(tasks.points))[-newest:]
-        earlier = torch.randperm(len(tasks.points) - newest, generator=rng)[: max(0, self.tasks - newest)]
-        batch = tasks.points_of(torch.cat([new, earlier])[None], self.points, rng)
+        tasks = tasks_of(data.trajectory)
+        new = torch.arange(len(tasks))[-newest:]
+        earlier = torch.randperm(len(tasks) - newest, generator=rng)[: max(0, self.tasks - newest)]
+        batch = points_of(tasks[torch.cat([new, earlier])][None], self.points, rng)
         w_tilde = self._inner_loop(f.train().requires_grad_(True), data, batch, rng)
         set_statistics(f, data.phi, torch.ones(len(data.phi), 1, dtype=torch.bool))
         f.set_domain(data.phi)
@@ -171,40 +171,27 @@ class ReptileLearner:
             yield 1 - iteration / iterations, batches[iteration % per_pass]
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """The tasks (trajectories) that meta-batches are drawn from.
+def tasks_of(trajectory: Tensor) -> Tensor:
+    """Group points by their trajectory, ``n``; the points' indices, ``tasks x longest``, padded with -1."""
+    _, task, count = trajectory.unique(return_inverse=True, return_counts=True)
+    by_task = task.argsort(stable=True).split(count.tolist())
+    return pad_sequence(list(by_task), batch_first=True, padding_value=-1)
 
-    Attributes:
-        points: Indices of each task's points, ``tasks x longest``, padded with 0.
-        count: How many of them are its points, ``tasks``.
+
+def points_of(tasks: Tensor, points: int | None, rng: torch.Generator) -> Tensor:
+    """Draw some points of each task; see `ReptileLearner`.
+
+    Args:
+        tasks: Points of each member's tasks as `tasks_of` returns them, ``M x tasks x longest``.
+        points: Points of each task to draw; None for as many as the longest has.
+        rng: Source of the draws.
+
+    Returns:
+        Indices of points, ``B x M``, where B is tasks times points.
     """
-
-    points: Tensor
-    count: Tensor
-
-    @classmethod
-    def of(cls, trajectory: Tensor) -> "Tasks":
-        """Group points by their trajectory, ``n``."""
-        _, task, count = trajectory.unique(return_inverse=True, return_counts=True)
-        by_task = task.argsort(stable=True).split(count.tolist())
-        return cls(pad_sequence(list(by_task), batch_first=True), count)
-
-    def points_of(self, drawn: Tensor, points: int | None, rng: torch.Generator) -> Tensor:
-        """Draw some points of each task; see `ReptileLearner`.
-
-        Args:
-            drawn: The tasks of each member, ``M x tasks``.
-            points: Points of each of them; None for as many as the longest task has.
-            rng: Source of the draws.
-
-        Returns:
-            Indices of points, ``B x M``, where B is tasks times points.
-        """
-        count, longest = self.count[drawn][..., None], self.points.shape[1]
-        shuffled = _shuffled(torch.arange(longest) < count, rng)
-        wanted = torch.arange(points or longest) % count  # a short task starts again
-        return self.points[drawn].gather(-1, shuffled.gather(-1, wanted)).flatten(1).T
+    own = tasks >= 0
+    wanted = torch.arange(points or tasks.shape[-1]) % own.sum(-1, keepdim=True)  # a short task starts again
+    return tasks.gather(-1, _shuffled(own, rng).gather(-1, wanted)).flatten(1).T
 
 
 def _shuffled(wanted: Tensor, rng: torch.Generator) -> Tensor:

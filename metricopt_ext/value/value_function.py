@@ -101,6 +101,7 @@ class ValueFunction(nn.Module):
         super().__init__()
         self.dim = dim
         self.members_count = members
+        self.arguments = {"dim": dim, "members": members}  # from which a file's f is made anew
         self.quality: Quality | None = None
         self.signature: Signature | None = None
         self.register_buffer("centre", torch.zeros(dim))
@@ -162,15 +163,11 @@ class ValueFunction(nn.Module):
             self.radius.clamp_(min=float((reaching - self.centre).norm()))
         self.gradient_floor.copy_(self.gradient(phi).norm(dim=-1).quantile(0.1))
 
-    def settings(self) -> dict[str, Any]:
-        """Return the constructor's arguments, as JSON."""
-        return {"dim": self.dim, "members": self.members_count}
-
     def save(self, path: str | Path) -> None:
         """Write f, its domain, its quality and the signature of its adapter to a safetensors file."""
         quality = None if self.quality is None else asdict(self.quality)
         signature = None if self.signature is None else self.signature.to_json()
-        described = {"kind": self.kind, "settings": self.settings(), "quality": quality, "signature": signature}
+        described = {"kind": self.kind, "settings": self.arguments, "quality": quality, "signature": signature}
         write_tensors(path, self.state_dict(), FILE_FORMAT, described)
 
 
