@@ -44,7 +44,7 @@ class CheckpointFile:
         raise NotImplementedError
 
     def aliases(self, key: str) -> list[str]:
-        """Return the keys, this one first, under which the file has the very same tensor, as of tied layers."""
+        """Return the keys, in the file's order, under which it has the very same tensor, as of tied layers."""
         return [key]
 
     def write(self, path: str | Path, replaced: Mapping[str, Tensor], *, durable: bool = True) -> None:
@@ -215,6 +215,7 @@ class _Torch(CheckpointFile):
                 )
         self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         self.dtypes = {key: value.dtype for key, value in tensors.items()}
+        self._places = {key: _place(value) for key, value in tensors.items()}
         self.packed = packed_in(self._state)
         self._writing = threading.Lock()
 
@@ -223,8 +224,7 @@ class _Torch(CheckpointFile):
             return self._of(key).clone()
 
     def aliases(self, key: str) -> list[str]:
-        place = _place(self._of(key))
-        return [key, *(other for other in self.shapes if other != key and _place(self._of(other)) == place)]
+        return [other for other, place in self._places.items() if place == self._places[key]]
 
     def _of(self, key: str) -> Tensor:
         found: Tensor = self._state[key].detach()
