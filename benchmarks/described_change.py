@@ -61,7 +61,8 @@ class LayerChange(Description):
             flat = output.transpose(0, 1).flatten(1) if output.dim() > 2 else output.T
             found.append(torch.stack([flat.mean(1), flat.std(1) + TINY]))
 
-        handles = [layer.register_forward_hook(keep) for layer, _ in self.task.adapter.modulations()]
+        adapter = self.task.adapter
+        handles = [adapter.model.get_submodule(name).register_forward_hook(keep) for name in adapter.layers]
         try:
             with self.task.adapter.using(phi) as model, evaluating(model):
                 model(self.x)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import Context
+from metricopt_ext.adapters.context import Context
 from metricopt_ext.data.named_model import tensor_of
 from metricopt_ext.tasks.settings import Setting, Settings, Value
 from metricopt_ext.utils.kept_outputs import KeptOutputs, circumstances, digest_of, digest_of_model
@@ -65,8 +65,8 @@ def classification_settings(
         >>> with torch.no_grad(), settings.applied({"flip": True}):
         ...     logits = model(torch.rand(4, 3, 8, 8))
     """
-    contexts = [each for each in model.modules() if isinstance(each, Context)]
-    if temperature and any(each.outputs is not None and each.outputs.temperature for each in contexts):
+    outputs = [each.means.outputs for each in model.modules() if isinstance(each, Context)]
+    if temperature and any(each is not None and each.temperature for each in outputs):
         raise ValueError("temperature=True, but phi has one already, Outputs(temperature=True); leave one of them out")
     if not images and not temperature:
         raise ValueError("images=False and temperature=False leave nothing to set; give one of them")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import Context
+from metricopt_ext.adapters.context import Context
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
 from metricopt_ext.utils.modes import evaluating

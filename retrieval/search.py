@@ -154,7 +154,6 @@ def tune_with_trainer(
     before = KeptModules(trainer.models[part])
     try:
         adapter = attach(trainer.models[part])
-        adapter.check_merge()
         run = search_with_trainer(trainer, tester, adapter, dataset_dict, queries=queries, **options)
         adapter.merge()
     except BaseException:

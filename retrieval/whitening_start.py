@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer

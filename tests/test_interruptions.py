@@ -49,9 +49,9 @@ def state_of(model: nn.Module) -> list[Any]:
         state.append((name, id(tensor), tensor.requires_grad, tensor.tolist()))
     context = getattr(model, "metricopt", None)
     if context is not None:
-        modulations = [(name, each.tolist()) for name, each in model.named_buffers() if "modulation" in name]
         originals = sorted((name, each.tolist()) for name, each in context.originals.items())
-        state.append((context.override, context.seed, context.thawed, originals, modulations))
+        held = (context.override, context.held.phi, list(context.own), context.means, context.thawed)
+        state.append((*held, originals))
     return state
 
 

@@ -320,6 +320,22 @@ def test_recall_s_order_is_float64_s(device: torch.device) -> None:
     assert recall_at_k(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), (1, 2, 5)).at == expected
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_phi_before_an_rnn_has_the_gradient_of_the_cpu(training: bool, device: torch.device) -> None:
+    """cuDNN has no backward pass through an RNN in evaluation mode."""
+
+    def gradient(device: torch.device) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(6), nn.LSTM(6, 5, num_layers=2, dropout=0.5, batch_first=True))
+        adapter = mo.attach_film(model.to(device).train(training), dim=DIM)
+        adapter.set_phi(torch.linspace(-0.5, 0.5, DIM))
+        model(torch.linspace(-1, 1, 2 * 4 * 6).view(2, 4, 6).to(device))[0].square().sum().backward()
+        assert adapter.phi.grad is not None
+        return adapter.phi.grad.cpu()
+
+    torch.testing.assert_close(gradient(device), gradient(torch.device("cpu")), rtol=1e-4, atol=1e-5)
+
+
 def test_mixed_precision_and_a_scaler(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         pytest.skip("torch has no mixed precision for a device of one's own")

@@ -158,8 +158,7 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     Raises:
         MetricOptError, OSError: As from `CheckpointRun`.
     """
-    from metricopt_ext.adapters.mixed_file import MixedFile
-    from metricopt_ext.adapters.skeleton import Norms, chosen
+    from metricopt_ext.adapters.file import mixture, norms
     from metricopt_ext.experiment.checkpoint_run import CheckpointRun
     from metricopt_ext.experiment.settings_run import SettingsRun
     from metricopt_ext.runtime.identity import sole_writer
@@ -171,12 +170,10 @@ def run(arguments: argparse.Namespace, scores: Scores) -> dict[str, Any]:
     check_writable(arguments.output)
     gradients = arguments.gradients
     file = read_checkpoint(arguments.checkpoint, arguments.entry)
-    moving: Norms | MixedFile
     if arguments.mix:
-        moving = MixedFile(file, [Path(each) for each in arguments.mix], arguments.offsets, arguments.entry)
+        moving = mixture(file, [Path(each) for each in arguments.mix], arguments.offsets, arguments.entry)
     else:
-        moved = chosen(file, arguments.layers, arguments.offsets)
-        moving = Norms(file, moved, dim=arguments.dim, seed=arguments.seed)
+        moving = norms(file, arguments.layers, arguments.offsets, dim=arguments.dim, seed=arguments.seed)
     score, holdout = scores.at({})
     one = CheckpointRun(
         file,
@@ -291,8 +288,8 @@ def show_plan(arguments: argparse.Namespace, scores: Scores, one: Any, unchanged
 
     if scores.settings is not None:
         print_settings(scores.settings)
-    rows = one.moving.rows()
-    total = sum(int(row[-1]) for row in rows)
+    rows = [[part.name, part.kind, str(part.numbers)] for part in one.moving.parts]
+    total = sum(part.numbers for part in one.moving.parts)
     print_table(["layer", "kind", "numbers"], [*rows, ["in all", "", str(total)]], left=2, bold=[len(rows)])
     seconds = unchanged.seconds / arguments.repeats * arguments.queries / arguments.jobs
     free = shutil.disk_usage(arguments.output_dir).free
@@ -350,7 +347,7 @@ def report(
         "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,
-        "moved": one.moving.described(),
+        "moved": [part._asdict() for part in one.moving.parts],
         "versions": versions(),
         "config": as_written(arguments),
     }

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlencode
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.errors import DataError, MetricOptError
 from metricopt_ext.utils.words import shortened
 

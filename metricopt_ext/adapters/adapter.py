@@ -2,33 +2,38 @@
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from metricopt_ext.adapters.adapter_file import FILE_FORMAT, MATRIX, REPLACED, Described, Saved, read_adapter
+from metricopt_ext.adapters.context import CONTEXT_NAME, Context
 from metricopt_ext.adapters.hosts import left_out
-from metricopt_ext.adapters.modulation import CONTEXT_NAME, MODULATION_NAME, Context, Modulation
+from metricopt_ext.adapters.moves import AdapterKind, Move
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.adapters.wrappers import COMPILED, PARALLEL
-from metricopt_ext.errors import AdapterError
+from metricopt_ext.errors import AdapterError, FileFormatError
 from metricopt_ext.runtime.identity import fingerprint
-from metricopt_ext.utils.files import check_tensors, write_tensors
+from metricopt_ext.utils.described import from_json
+from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import kept_modes
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
+
+FILE_FORMAT = "metricopt_ext/adapter/4"
+
+MATRIX, REPLACED = "matrices.", "replaced."  # begin the names of matrices in a file, and of what a start replaces
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
 
 TAG = "metricopt_signature"  # the attribute of a parameter that says what its numbers mean
 
@@ -80,32 +85,27 @@ class Adapter:
     @property
     def layers(self) -> list[str]:
         """Names of the modulated layers, that of the logits last if phi acts on them."""
-        return list(self.context.layers)
+        return list(self.signature.layers)
+
+    @property
+    def moves(self) -> dict[str, Move]:
+        """What phi does, by the layers' names; the model's own is empty."""
+        return dict(zip(self.layers, self.context.moves, strict=True))  # type: ignore[arg-type]
 
     @property
     def outputs(self) -> Outputs | None:
         """How phi acts on the logits, with their layer's name; None if it doesn't."""
-        return self.context.outputs
+        return self.signature.outputs
 
     @property
     def offsets(self) -> slice:
         """Which coordinates of phi are the classes' offsets, in units of ``outputs.scale`` logits; may be empty."""
-        return self.context.offsets
+        return self.signature.offsets
 
     @property
     def signature(self) -> Signature:
         """What phi means here. A value function is followed only under the signature that it was fitted for."""
-        context = self.context
-        channels = tuple(modulation.channels for _, modulation in self.modulations())
-        return Signature(
-            context.kind,
-            tuple(context.layers),
-            channels,
-            context.seed,
-            self.dim,
-            context.generator,
-            context.outputs,
-        )
+        return self.context.means
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer tunes: phi."""
@@ -123,7 +123,11 @@ class Adapter:
             AdapterError: It is not ``d`` finite numbers.
         """
         self.check(Start(phi))
+        written = self.context.is_written()
         self.phi.copy_(phi)
+        if written:
+            self.context.restore()
+            self.context.write()
 
     def check_phi(self, phi: Tensor) -> None:
         """Check that phi is ``d``.
@@ -144,29 +148,15 @@ class Adapter:
     def using(self, phi: Tensor) -> Iterator[nn.Module]:
         """Make the model compute with ``phi``, ``d``, in place of the parameter; works inside ``torch.func.vmap``.
 
-        Other threads wait meanwhile (`alone`). A phi of another type or on another device is copied, as by `set_phi`.
+        Moved tensors are substituted for the model's own, with gradients in phi. Other threads wait meanwhile
+        (`alone`). A phi of another type or on another device is copied, as by `set_phi`.
 
         Raises:
             AdapterError: It is not ``d``.
         """
         self.check_phi(phi)
-        phi = phi.to(self.phi)
-        with self.alone():
-            context, before = self.context, self.context.override
-            try:
-                context.override = phi
-                yield self.model
-                context.override = before
-            except BaseException:  # also one that cuts the line before short
-                context.override = before
-                raise
-
-    def modulations(self) -> list[tuple[nn.Module, Modulation]]:
-        """Pairs of a modulated layer and its modulation."""
-        return [
-            (layer, layer.get_submodule(MODULATION_NAME))  # type: ignore[misc]
-            for layer in map(self.model.get_submodule, self.context.layers)
-        ]
+        with self.alone(), self.context.using(phi.to(self.phi)):
+            yield self.model
 
     def check(self, start: Start) -> None:
         """Check that a start can be applied.
@@ -186,53 +176,60 @@ class Adapter:
         Their values are copied into the model's own tensors, so optimizers, tied weights, DDP and compiled graphs stay
         valid. The originals are kept outside the state dict until `remove` or another start restores them; they follow
         the model's copies, casts and moves. A state dict loaded later changes the tensors in place, not the originals,
-        so call ``apply(Start(phi))`` before loading other weights.
+        so call ``apply(Start(phi))`` before loading other weights. What phi moves is substituted while the model is
+        called; within `applied`, as in a query, it is written too.
 
         Raises:
             AdapterError: As from `check`; nothing is changed.
         """
         self.check(start)
-        held = self.as_start()
+        held, written = self.as_start(), self.context.held.phi is not None
         try:
-            self._put(start)
+            self._put(start, written)
         except BaseException:
-            self._put(held)
+            self._put(held, written)
             raise
 
     @contextmanager
     def applied(self, start: Start) -> Iterator[nn.Module]:
-        """Apply a start for a while, then put the model back to what it held; other threads wait (`alone`).
+        """Make the model be a start for a while, then put it back to what it held; other threads wait (`alone`).
+
+        What phi moves is written into the model's own tensors meanwhile: whoever calls, exports or saves it has them.
 
         Raises:
             AdapterError: As from `check`; nothing is changed.
         """
         with self.alone():
-            held, put_back_modes = self.as_start(), kept_modes(self.model)
+            held, put_back_modes, written = self.as_start(), kept_modes(self.model), self.context.held.phi is not None
             self.check(start)
             try:
-                self._put(start)
+                self._put(start, write=True)
                 yield self.model
-                self._put(held)
+                self._put(held, write=written)
             except BaseException:  # also one that cuts the line before short, or a pass in which modes are pinned
                 put_back_modes()
-                self._put(held)
+                self._put(held, write=written)
                 raise
 
     def as_start(self) -> Start:
         """Return copies of what the model holds beyond its base; `apply` brings it back."""
         originals = self.context.originals
-        if not originals:
-            return Start(self.phi.detach().clone())
-        own = self._own()
+        own = self._own() if originals else {}
         unique = {id(tensor): name for name, tensor in reversed(own.items()) if name in originals}
-        replaced = {name: own[name].detach().clone() for name in reversed(unique.values())}
+        unmoved = self._unmoved(own)
+        replaced = {name: unmoved[name].detach().clone() for name in reversed(unique.values())}
         return Start(self.phi.detach().clone(), replaced)
 
-    def _own(self) -> dict[str, Tensor]:
-        """Return the tensors that the bare model's state dict names; a tied one under each of its names."""
-        known, model = self.base_state_dict(), self.model
-        own = (model.named_buffers(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
-        return {name: each for name, each in chain(*own) if name in known}
+    def _own(self) -> dict[str, Any]:
+        """Return what the bare model's state dict names, each tensor itself; a tied one under each of its names."""
+        prefix, state = CONTEXT_NAME + ".", self.model.state_dict(keep_vars=True)
+        own = {id(place.tensor()): each for place, each in self.context.own.items()}
+        return {key: own.get(id(each), each) for key, each in state.items() if not key.startswith(prefix)}
+
+    def _unmoved(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return it as it is at phi = 0, without a bias that a layer has only while phi is written."""
+        held = {id(own[key]): value for key, value in self.context.held.tensors.items() if key in own}
+        return {key: value for key, each in own.items() if (value := held.get(id(each), each)) is not None}
 
     def _given(self, start: Start) -> dict[int, Tensor]:
         """Return the values for the model's tensors, by the tensors' ids.
@@ -258,14 +255,22 @@ class Adapter:
         return {key: value for key, (_, value) in given.items()}
 
     @torch.no_grad()
-    def _put(self, start: Start) -> None:
-        """Apply a start that was checked, or that was the model's own."""
-        context, given = self.context, self._given(start)
-        before, kept, originals = context.originals, dict[int, Tensor](), dict[str, Tensor]()
-        if not (given or before):  # as for most queries, which have another phi alone
-            self.phi.copy_(start.phi)
-            return
-        own = self._own()
+    def _put(self, start: Start, write: bool = False) -> None:
+        """Apply a start that was checked, or that was the model's own; with what phi moves written in place, or not."""
+        context, used = self.context, self.context.override
+        context.use(None)
+        context.restore()
+        given, before = self._given(start), context.originals
+        if given or before:  # which most queries have not, but another phi alone
+            self._replace(given, before)
+        self.phi.copy_(start.phi)
+        if write:
+            context.write()
+        context.use(used)
+
+    def _replace(self, given: dict[int, Tensor], before: dict[str, Tensor]) -> None:
+        """Put tensors in place of the model's own, by these ones' ids, and what was replaced before back."""
+        own, kept, originals = self._own(), dict[int, Tensor](), dict[str, Tensor]()
         for name, tensor in own.items():
             if id(tensor) in given and not same_bits(given[id(tensor)], before.get(name, tensor)):
                 if id(tensor) not in kept:
@@ -274,27 +279,25 @@ class Adapter:
         for name, original in before.items():
             if name not in originals:
                 own[name].copy_(original)
-        context.originals = originals  # first: of a copy that fails, `remove` puts back all
+        self.context.originals = originals  # first: of a copy that fails, `remove` puts back all
         for name in originals:
             own[name].copy_(given[id(own[name])])
-        self.phi.copy_(start.phi)
 
-    def base_state_dict(self) -> dict[str, Tensor]:
+    def base_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the base: of the model without its adapter, and without what a start replaced.
 
         It loads strictly into a bare model.
         """
-        prefix, originals = CONTEXT_NAME + ".", self.context.originals
-        state = self.model.state_dict()
-        return {key: originals.get(key, value) for key, value in state.items() if not key.startswith(prefix)}
+        base = {key: self.context.originals.get(key, each) for key, each in self._unmoved(self._own()).items()}
+        return {key: each.detach() if isinstance(each, Tensor) else each for key, each in base.items()}
 
-    def merged_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of a merged copy, with what a start replaced; loads strictly into a bare model.
-
-        Raises:
-            AdapterError: As from `merge`.
-        """
-        return Adapter(copy.deepcopy(self.model))._merge().state_dict()
+    def merged_state_dict(self) -> dict[str, Any]:
+        """Return the state dict of a merged copy, with what a start replaced; loads strictly into a bare model."""
+        with self.applied(self.as_start()):
+            return {
+                key: copy.deepcopy(each.detach() if isinstance(each, Tensor) else each)
+                for key, each in self._own().items()
+            }
 
     def remove(self) -> nn.Module:
         """Detach, and restore the base bit for bit, including what a start replaced. Returns the model."""
@@ -307,13 +310,35 @@ class Adapter:
             self._put(held)
             raise
 
+    def merge(self) -> nn.Module:
+        """Leave what phi moved in the model's own tensors and detach: the plain model computes as the adapted one did.
+
+        Every host can save, export and serve it, at no extra cost at inference. What a start replaced stays. Logit
+        offsets give a layer without a bias one. If PEFT's ``save_pretrained`` would omit what phi has moved, or what a
+        start replaced, as it omits norms, a UserWarning says so. Returns the model.
+        """
+        context, own = self.context, self._own()
+        moved = context.keys if self.phi.is_meta or bool(self.phi.any()) else set()  # nothing changes at 0
+        changed = {name: own[name] for name in (*moved, *context.originals) if name in own}
+        if changed and (message := left_out(self.model, changed)):  # before it is done, and can't be undone
+            warnings.warn(message, stacklevel=2)
+        held, before = self.as_start(), KeptModules(self.model)
+        try:
+            self._put(held, write=True)
+            for key, tensor in context.held.tensors.items():
+                if tensor is None and f"{key.rpartition('.')[0]}.weight".lstrip(".") in context.thawed:
+                    context.thawed.append(key)  # a bias that is new
+            return self._detach()
+        except BaseException:
+            before.put_back()
+            self._put(held)
+            raise
+
     def _detach(self) -> nn.Module:
         context = self.context
-        for layer, modulation in self.modulations():
-            modulation.handle.remove()
-            delattr(layer, MODULATION_NAME)
-        for pin in context.pins:
-            pin.remove()
+        context.use(None)
+        for handle in (*context.pins, *(each for host in context.hosts for each in host.handles)):
+            handle.remove()
         thawed = set(context.thawed)
         for name, parameter in self.model.named_parameters():
             if name in thawed:
@@ -321,173 +346,108 @@ class Adapter:
         delattr(self.model, CONTEXT_NAME)
         return self.model
 
-    def merge(self) -> nn.Module:
-        """Fold phi into the modulated layers and detach: the plain model computes what the adapted one did.
-
-        Every host can save, export and serve it, at no extra cost at inference. What a start replaced stays. Logit
-        offsets give a layer without a bias one. If PEFT's ``save_pretrained`` would omit what phi was folded into, or
-        what a start replaced, as it omits norms, a UserWarning says so. Returns the model.
-
-        Raises:
-            AdapterError: A modulated layer shares its weight with another, or computes it; nothing is changed.
-        """
-        merged = {
-            f"{name}.{key}" if name else key: getattr(layer, key)
-            for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True)
-            for key in modulation.merges_into
-        }
-        if not (self.phi.is_meta or bool(self.phi.any())):
-            merged = {}  # nothing changes there
-        merged = {name: tensor for name, tensor in merged.items() if tensor is not None}
-        own = self._own()
-        merged |= {name: own[name] for name in self.context.originals}
-        if merged and (message := left_out(self.model, merged)):  # before the merge, after which nothing can be undone
-            warnings.warn(message, stacklevel=2)
-        return self._merge()
-
-    def check_merge(self) -> None:
-        """Check that `merge` can fold phi in, before what finds it is spent.
-
-        Raises:
-            AdapterError: A modulated layer shares its weight with another, or computes it.
-        """
-        self._changed_by_merge()
-
-    def _changed_by_merge(self) -> list[Tensor]:
-        tensors = [
-            t for module in self.model.modules() for t in (*module._parameters.values(), *module._buffers.values())
-        ]
-        owners, changed = Counter(map(id, tensors)), list[Tensor]()
-        for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
-            for key in modulation.merges_into:
-                tensor = layer._parameters.get(key, layer._buffers.get(key))
-                if tensor is None and layer._parameters.get(key, tensor) is None and key in layer._parameters:
-                    continue  # a bias that is added
-                if tensor is None:
-                    raise AdapterError(
-                        f"{name}.{key} is computed from other tensors, so phi can't be folded into it;"
-                        " make it a plain parameter first, as torch.nn.utils.parametrize.remove_parametrizations and"
-                        " prune.remove do, or keep the adapter and save it"
-                    )
-                if owners[id(tensor)] > 1:
-                    raise AdapterError(
-                        f"{name}.{key} is shared with another layer, which folding phi into it would change; give each"
-                        " layer a copy of its own first, or keep the adapter and save it"
-                    )
-                changed.append(tensor)
-            changed += modulation.changes(layer)
-        return changed
-
-    def _merge(self) -> nn.Module:
-        before = [(tensor, tensor.detach().clone()) for tensor in self._changed_by_merge()]
-        modules = KeptModules(self.model)
-        try:
-            for name, (layer, modulation) in zip(self.layers, self.modulations(), strict=True):
-                bare = layer._parameters.get("bias", layer) is None
-                modulation.merge_into(layer)
-                weight, bias = (f"{name}.{key}" if name else key for key in ("weight", "bias"))
-                if bare and layer.bias is not None and weight in self.context.thawed:
-                    self.context.thawed.append(bias)
-            return self._detach()
-        except BaseException:
-            modules.put_back()
-            with torch.no_grad():
-                for tensor, content in before:
-                    tensor.copy_(content)
-            raise
-
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load_adapter` puts into the base.
 
-        It holds phi, A, B (or C) and where they act, what a start replaced, and a digest of the base, not its weights.
+        It holds phi, the matrices and where they act, what a start replaced, and a digest of the base, not its weights.
         """
-        tensors, start = self._kept_tensors(), self.as_start()
-        tensors |= {f"{REPLACED}{name}": value for name, value in start.tensors.items()}
-        context = self.context
-        described = Described(
-            **self._place(),
-            seed=context.seed,
-            generator=context.generator,
-            base=fingerprint(self.base_state_dict()),
-        )
-        write_tensors(path, tensors, FILE_FORMAT, asdict(described))
+        replaced = {f"{REPLACED}{name}": value for name, value in self.as_start().tensors.items()}
+        described = Described(self.signature, fingerprint(self.base_state_dict()))
+        write_tensors(path, self._kept_tensors() | replaced, FILE_FORMAT, asdict(described))
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote for an adapter of the same kind, dim and layers; a start is applied as by `apply`.
+        """Read what `save` wrote for an adapter of the same signature; a start is applied as by `apply`.
 
-        The outputs must be the same too: their scale is a part of what phi means. If the file was saved for another
-        base, a UserWarning says so.
+        If the file was saved for another base, a UserWarning says so.
 
         Raises:
             FileFormatError: The file is corrupt or not an adapter file; nothing is changed.
             AdapterError: The file's adapter differs from this one, or its start does not fit the model; nothing is
                 changed.
         """
-        self.load_saved(path, read_adapter(path))
+        self.take(path, read_adapter(path))
 
-    def load_saved(self, path: str | Path, saved: "Saved") -> None:
+    def take(self, path: str | Path, saved: "Saved") -> None:
         """Take over what `read_adapter` read; see `load`."""
-        described, tensors, replaced = saved
-        for key, mine in self._place().items():
-            theirs = getattr(described, key)
-            if theirs != mine:
-                raise AdapterError(f"{path}: {key} is {brief(theirs)}, but the attached adapter's is {brief(mine)}")
-        own = self._kept_tensors()
-        check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
-        start = Start(tensors["phi"], replaced)
+        for what, mine, theirs in self.signature.differences(saved.described.signature):
+            raise AdapterError(
+                f"{path}: {what} is {brief(theirs)}, but the attached adapter's is {brief(mine)}; remove() it, and"
+                " load_adapter(model, path) attaches the file's"
+            )
+        own, start = self._kept_tensors(), Start(saved.tensors.get("phi", self.phi), saved.replaced)
+        check_tensors(path, saved.tensors, {name: value.shape for name, value in own.items()})
         try:
             self.check(start)
         except AdapterError as error:
             raise AdapterError(f"{path}: {error}") from error
-        held, matrices = self.as_start(), {name: value.clone() for name, value in own.items() if name != "phi"}
-        seed, generator = self.context.seed, self.context.generator
-        try:
-            self._take({name: tensors[name] for name in matrices}, start, described.seed, described.generator)
-            if described.base != fingerprint(self.base_state_dict()):
-                warnings.warn(
-                    f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric"
-                    " that it reached there does not hold here. Load the weights that it was tuned on first",
-                    stacklevel=3,
-                )
-        except BaseException:
-            self._take(matrices, held, seed, generator)
-            raise
-
-    def _take(self, matrices: dict[str, Tensor], start: Start, seed: int, generator: str) -> None:
-        """Copy matrices, by their names in a file, and a start that was checked; ``seed`` is that of the matrices."""
-        for name, value in self._kept_tensors().items():
-            if name in matrices:
-                value.copy_(matrices[name])
-        self._put(start)
-        context = self.context
-        context.seed, context.generator = seed, generator
-        context.signature[0] = seed
-        self._tag_phi()
+        if saved.described.base != fingerprint(self.base_state_dict()):
+            warnings.warn(
+                f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric"
+                " that it reached there does not hold here. Load the weights that it was tuned on first",
+                stacklevel=3,
+            )
+        for name in own.keys() - {"phi"}:
+            own[name].copy_(saved.tensors[name])  # the same, unless a new torch draws others from the seed
+        self.apply(start)
 
     def _kept_tensors(self) -> dict[str, Tensor]:
         """Return phi and the matrices, by their names in a file."""
         tensors = {"phi": self.phi.detach()}
-        for name, (_, modulation) in zip(self.layers, self.modulations(), strict=True):
-            tensors |= {f"{MATRIX}{name}.{key}": value for key, value in modulation.named_buffers()}
+        for name, move in self.moves.items():
+            tensors |= {f"{MATRIX}{name}.{key}": value for key, value in move.named_buffers()}
         return tensors
-
-    def _place(self) -> dict[str, Any]:
-        """Where phi acts: what a file's adapter must have in common with this one."""
-        context = self.context
-        return {
-            "kind": context.kind,
-            "dim": self.dim,
-            "layers": context.layers,
-            "outputs": context.outputs,
-            "matrix_dim": context.offsets.start,
-        }
 
     def __repr__(self) -> str:
         """Say what is attached and where."""
-        context = self.context
-        outputs = "" if context.outputs is None else f", outputs={context.outputs}"
-        layers = shortened(context.layers)
-        return f"Adapter({context.kind}, dim={self.dim}, layers={layers}, seed={context.seed}{outputs})"
+        means = self.signature
+        outputs = "" if means.outputs is None else f", outputs={means.outputs}"
+        return f"Adapter({means.kind}, dim={means.dim}, layers={shortened(self.layers)}, seed={means.seed}{outputs})"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What an adapter's file says besides its tensors.
+
+    Attributes:
+        signature: What phi means.
+        base: Fingerprint of the base.
+    """
+
+    signature: Signature
+    base: str
+
+
+class Saved(NamedTuple):
+    """What an adapter's file holds.
+
+    Attributes:
+        described: What it says.
+        tensors: Phi and the matrices, by their names in the file.
+        replaced: What replaces the model's own tensors, by name.
+    """
+
+    described: Described
+    tensors: dict[str, Tensor]
+    replaced: dict[str, Tensor]
+
+
+def read_adapter(path: str | Path) -> Saved:
+    """Read what `Adapter.save` wrote.
+
+    Raises:
+        FileFormatError: The file is corrupt or not an adapter file.
+    """
+    tensors, content = read_tensors(path, FILE_FORMAT)
+    with content_of(path, "adapter"):
+        described = from_json(Described, content)
+        if (kind := described.signature.kind) not in get_args(AdapterKind):
+            raise ValueError(f"its kind is {brief(kind)}; known are {', '.join(get_args(AdapterKind))}")
+    names = [name for name in tensors if name.startswith(REPLACED)]
+    replaced = {name.removeprefix(REPLACED): tensors.pop(name) for name in names}
+    for name, value in tensors.items():
+        if value.dtype not in FLOATS:
+            raise FileFormatError(f"{path} is corrupt: tensor {brief(name)} has type {value.dtype}, not a float's")
+    return Saved(described, tensors, replaced)
 
 
 def refuse_wrapper(model: nn.Module) -> None:

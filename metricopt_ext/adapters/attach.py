@@ -9,39 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.adapter import Adapter, refuse_wrapper
-from metricopt_ext.adapters.adapter_file import MATRIX, Described, read_adapter
-from metricopt_ext.adapters.affine import affine, channel_axis, weight_of
+from metricopt_ext.adapters.adapter import Adapter, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.check import Called, called, logits_layer, refuse_idle
-from metricopt_ext.adapters.checkpoints import CheckpointReader
-from metricopt_ext.adapters.foreign_norms import scales_alone, weight_offset
-from metricopt_ext.adapters.layers import CONVOLUTIONS, NORMS, matching, unusable
-from metricopt_ext.adapters.lora import LoraScale, lora_layers
-from metricopt_ext.adapters.mixture import MOST, ROOT, Mixture, floating, saved_count, saved_shapes, saved_states
-from metricopt_ext.adapters.modulation import (
-    CONTEXT_NAME,
-    GENERATOR,
-    MATRICES,
-    MODULATION_NAME,
-    SCALE_ALONE,
-    AdapterKind,
-    Context,
-    FiLM,
-    InputBias,
-    Modulation,
-    OutputOffsets,
-    Scale,
+from metricopt_ext.adapters.checkpoints import MOST, CheckpointReader
+from metricopt_ext.adapters.context import CONTEXT_NAME, Context, Host
+from metricopt_ext.adapters.layers import (
+    CONVOLUTIONS,
+    NORMS,
+    enter_eval,
+    matching,
+    mode_dependent,
+    origin,
+    pin_to_eval,
+    scales_alone,
+    unmovable,
+    unusable,
+    weight_of,
 )
-from metricopt_ext.adapters.pinned import enter_eval, mode_dependent, pin_to_eval
-from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.lora import lora_layers
+from metricopt_ext.adapters.moves import (
+    GENERATOR,
+    AdapterKind,
+    Film,
+    InputBias,
+    LoraScale,
+    Mixture,
+    Move,
+    Offsets,
+    floating,
+    gaussian,
+    saved_states,
+)
+from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.wrappers import is_unused, unwrapped
-from metricopt_ext.errors import AdapterError, FileFormatError
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import MOST_SIZE, check_integer
 from metricopt_ext.utils.files import check_tensors, content_of
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.weights import has_mean, same_bits
 from metricopt_ext.utils.words import brief, nearest, shortened
 
 
@@ -89,18 +95,14 @@ def attach_film(
         ['1']
     """
     model = unwrapped(model)
-    names, calls = _film_layers(model, layers, example)
-
-    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        return _film(context, layer, generator(seed, "film", index))
-
-    return _attach(model, "film", names, dim, seed, modulation, outputs, calls)
+    _check_bare(model)
+    calls = None if example is None else called(model, example)
+    return _attach(model, "film", _film_layers(model, layers, calls), dim, seed, outputs, calls)
 
 
-def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: Any) -> tuple[list[str], Called | None]:
-    """Return the names of the layers that FiLM modulates, and which layers an example calls."""
+def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, calls: Called | None) -> list[str]:
+    """Return the names of the layers that FiLM modulates."""
     usable = {name: each for name, each in model.named_modules() if not is_unused(name) and unusable(each) is None}
-    calls = None if example is None else _called(model, example)
     if layers is None:
         norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
         if calls is not None:
@@ -119,7 +121,7 @@ def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, example: 
             raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
         names = matching(patterns, model, usable)
         refuse_idle(names, calls)
-    return names, calls
+    return names
 
 
 def _unusable_norms(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -127,13 +129,6 @@ def _unusable_norms(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, NORMS) and (why := unusable(module)) is not None:
             yield name, why
-
-
-def _film(context: Context, layer: nn.Module, rng: torch.Generator) -> FiLM | Scale:
-    channels = weight_of(layer).shape[0]
-    if scales_alone(layer):
-        return Scale(context, channels, rng, weight_offset(layer) or 0.0)
-    return FiLM(context, channels, channel_axis(layer), rng)
 
 
 def attach_input_bias(
@@ -159,26 +154,18 @@ def attach_input_bias(
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
     """
     model = unwrapped(model)
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module.bias is not None
-    }
+    _check_bare(model)
+    modules = model.named_modules()
+    linear = [name for name, each in modules if isinstance(each, nn.Linear) and each.bias is not None]
     if not linear:
         raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
     if layer is not None and layer not in linear:
-        raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, list(linear))}")
-    calls = None if example is None else _called(model, example)
-    first = next((name for name in linear if calls is None or name in calls.names), next(iter(linear)))
-    names = [first if layer is None else layer]
-    refuse_idle(names, calls)
-    if (why := unusable(linear[names[0]], in_weight=False)) is not None:
-        raise AdapterError(f"layer {names[0]!r} {why}")
-
-    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        return InputBias(context, affine(layer)[0].shape[0], generator(seed, "input_bias", index))
-
-    return _attach(model, "input_bias", names, dim, seed, modulation, outputs, calls)
+        raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, linear)}")
+    calls = None if example is None else called(model, example)
+    first = next((name for name in linear if calls is None or name in calls.names), linear[0])
+    name = first if layer is None else layer
+    refuse_idle([name], calls)
+    return _attach(model, "input_bias", [name], dim, seed, outputs, calls)
 
 
 def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example: Any = None) -> Adapter:
@@ -199,8 +186,9 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
         (3, ['2'])
     """
     model = unwrapped(model)
-    calls = None if example is None else _called(model, example)
-    return _attach(model, "outputs", [], 0, 0, None, Outputs() if outputs is None else outputs, calls)
+    _check_bare(model)
+    calls = None if example is None else called(model, example)
+    return _attach(model, "outputs", [], 0, 0, Outputs() if outputs is None else outputs, calls)
 
 
 def attach_lora_scales(
@@ -227,18 +215,11 @@ def attach_lora_scales(
         24
     """
     model = unwrapped(model)
-    refuse_wrapper(model)
-    return _lora_scales(model, lora_layers(model, adapter_name), outputs, example)
-
-
-def _lora_scales(model: nn.Module, names: list[str], outputs: Outputs | None, example: Any = None) -> Adapter:
-    calls = None if example is None else _called(model, example)
+    _check_bare(model)
+    names = lora_layers(model, adapter_name)
+    calls = None if example is None else called(model, example)
     refuse_idle(names, calls)
-
-    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        return LoraScale(context, index)
-
-    return _attach(model, "lora", names, len(names), 0, modulation, outputs, calls)
+    return _attach(model, "lora", names, len(names), 0, outputs, calls)
 
 
 def attach_mixture(
@@ -283,8 +264,8 @@ def attach_mixture(
         True
     """
     model = unwrapped(model)
-    if not isinstance(checkpoints, Sequence) or isinstance(checkpoints, str) or not 1 <= len(checkpoints) <= MOST:
-        raise AdapterError(f"checkpoints must be a list of 1 to {MOST} files or state dicts, not {brief(checkpoints)}")
+    if not isinstance(checkpoints, Sequence) or isinstance(checkpoints, str):
+        raise AdapterError(f"checkpoints must be a list of files or state dicts, not {brief(checkpoints)}")
     if strange := [each for each in checkpoints if not isinstance(each, str | Path | Mapping)]:
         remedy = ": give its state_dict()" if isinstance(strange[0], nn.Module) else ""
         raise AdapterError(f"checkpoints has {brief(strange[0])}; each must be a file or a state dict{remedy}")
@@ -292,51 +273,10 @@ def attach_mixture(
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
     check_integer(1, **({} if film is None else {"film": film}))
     _check_bare(model)
-    reader = CheckpointReader(model, entry)
-    if not floating(model):
-        raise AdapterError(
-            f"{type(model).__name__} has no floating numbers in its state dict, of which there are mixtures"
-        )
-    known: dict[str, dict[str, Tensor]] = {"the model": {}}  # what is not the model's, of each
-    for number, each in enumerate(checkpoints):
-        name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
-        read = reader.read(each if isinstance(each, Mapping) else Path(each), name)
-        state = {key: value for key, value in reader.replaced(read).items() if has_mean(value)}
-        for other, theirs in known.items():
-            if state.keys() == theirs.keys() and all(same_bits(value, theirs[key]) for key, value in state.items()):
-                raise AdapterError(f"{name} has the same weights as {other}, so it would add nothing; leave it out")
-        known[name] = state
-    states = list(known.values())[1:]
-    return _mixture(model, states, film or 0, layers, seed, outputs, example)
-
-
-def _mixture(
-    model: nn.Module,
-    states: Sequence[Mapping[str, Tensor]],
-    film: int,
-    layers: str | Sequence[str] | None,
-    seed: int,
-    outputs: Outputs | None,
-    example: Any = None,
-) -> Adapter:
-    count = len(states)
-    if film:
-        names, calls = _film_layers(model, layers, example)
-    else:
-        names, calls = [], None if example is None else _called(model, example)
-
-    def modulation(context: Context, index: int, layer: nn.Module) -> Modulation:
-        if index == 0:
-            files = [fingerprint(dict(state)) for state in states]  # without which phi's first coordinates say nothing
-            context.generator = f"{GENERATOR}, of checkpoints {', '.join(each[:16] for each in files)}"
-            return Mixture(context, layer, states)
-        made = _film(context, layer, generator(seed, "film", index - 1))
-        for matrix in made.buffers():  # of its own coordinates alone, and as large as without the others
-            matrix[:, :count] = 0
-            matrix.mul_(((count + film) / film) ** 0.5)
-        return made
-
-    return _attach(model, "mixture", [ROOT, *names], count + film, seed, modulation, outputs, calls)
+    states = CheckpointReader(model, entry).to_mix(checkpoints)
+    calls = None if example is None else called(model, example)
+    names = _film_layers(model, layers, calls) if film else []
+    return _attach(model, "mixture", ["", *names], len(states) + (film or 0), seed, outputs, calls, states)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
@@ -351,26 +291,26 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
             an adapter. The model is then as it was.
     """
     saved, model = read_adapter(path), unwrapped(model)
-    described = saved.described
-    kind, dim, seed, outputs = described.kind, described.matrix_dim, described.seed, described.outputs
-    layers = described.layers if outputs is None else described.layers[:-1]
-    _check_matrices(model, path, described, layers, saved.tensors)
+    signature, tensors, outputs = saved.described.signature, saved.tensors, saved.described.signature.outputs
+    kind: AdapterKind = signature.kind  # type: ignore[assignment]
+    names, modules = list(signature.layers if outputs is None else signature.layers[:-1]), dict(model.named_modules())
     _check_bare(model)
+    for name in names:
+        if name not in modules:
+            near = nearest(name[:100], [each for each in modules if each])
+            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
+        why = unusable(modules[name]) if name and kind in ("film", "mixture") else None
+        if why is not None or (kind == "lora" and name not in lora_layers(model)):
+            raise AdapterError(f"{path}: layer {name!r} {why or 'is no matrix of an active LoRA of the model'}")
+    check_tensors(path, {"phi": tensors.get("phi", torch.zeros(0))}, {"phi": [signature.dim]})
     before = KeptModules(model)
     try:
         with content_of(path, "adapter"):
-            if kind == "film":
-                adapter = attach_film(model, layers, dim=dim, seed=seed, outputs=outputs)
-            elif kind == "lora":
-                adapter = _lora_scales(model, layers, outputs)
-            elif kind == "mixture":
-                states, film = saved_states(model, saved.tensors), layers[1:]
-                adapter = _mixture(model, states, dim - len(states) if film else 0, film, seed, outputs)
-            elif kind == "input_bias":
-                adapter = attach_input_bias(model, layers[0], dim=dim, seed=seed, outputs=outputs)
-            else:
-                adapter = attach_outputs(model, outputs)
-        adapter.load_saved(path, saved)
+            states = saved_states(floating(model), tensors) if kind == "mixture" else []
+            if kind == "mixture" and not (names[:1] == [""] and 1 <= len(states) <= MOST):
+                raise ValueError(f"it is a mixture, but not of 1 to {MOST} checkpoints")
+            adapter = _attach(model, kind, names, signature.offsets.start, signature.seed, outputs, None, states)
+        adapter.take(path, saved)
         return adapter
     except BaseException:
         if hasattr(model, CONTEXT_NAME):
@@ -379,75 +319,96 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         raise
 
 
-def _check_matrices(
-    model: nn.Module, path: str | Path, described: Described, layers: Sequence[str], tensors: dict[str, Tensor]
-) -> None:
-    """Check that a file holds the matrices of an adapter before it is attached, which allocates as many."""
-    known = dict(model.named_modules())
-    expected: dict[str, Sequence[int]] = {"phi": [described.dim]}
-    if described.kind == "lora" and (strange := [name for name in layers if name not in lora_layers(model)]):
-        raise AdapterError(f"{path}: {brief(strange[0])} is no matrix of an active LoRA of the model")
-    if described.kind == "mixture":
-        if layers[:1] != [ROOT] or not 1 <= (count := saved_count(tensors)) <= MOST:
-            raise FileFormatError(f"{path} is corrupt: it is a mixture, but not of 1 to {MOST} checkpoints")
-        layers = layers[1:]
-        expected.update(saved_shapes(model, count))
-    for name in [] if described.kind == "lora" else layers:
-        if name not in known:  # attaching would take it for a pattern
-            near = nearest(name[:100], [each for each in known if each])
-            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
-        if (why := unusable(known[name], in_weight=described.kind != "input_bias")) is not None:
-            raise AdapterError(f"{path}: layer {name!r} {why}")
-        channels = weight_of(known[name]).shape[0]
-        keys = SCALE_ALONE if scales_alone(known[name]) else MATRICES[described.kind]
-        expected |= {f"{MATRIX}{name}.{key}": [channels, described.matrix_dim] for key in keys}
-    check_tensors(path, tensors, expected)
-
-
 def _attach(
     model: nn.Module,
     kind: AdapterKind,
     names: list[str],
     dim: int,
     seed: int,
-    modulation: Any,
     outputs: Outputs | None,
     calls: Called | None,
+    states: Sequence[Mapping[str, Tensor]] = (),
 ) -> Adapter:
-    _check_bare(model)
     check_integer(0 if kind == "outputs" else 1, MOST_SIZE, dim=dim)
     check_integer(0, seed=seed)
-    layers, classes, guessed = [model.get_submodule(name) for name in names], 0, False
+    classes, guessed, layers, layer = 0, False, names, ""
     if outputs is not None:
         guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
-        name, logits = logits_layer(outputs, model, names, calls)
-        outputs, names, classes = replace(outputs, layer=name), [*names, name], weight_of(logits).shape[0]
-    example = next(iter(floating(model).values())) if kind == "mixture" else weight_of(layers[0] if layers else logits)
+        layer, logits = logits_layer(outputs, model, names, calls)
+        outputs, layers, classes = replace(outputs, layer=layer), [*names, layer], len(weight_of(logits))
+    example = next(iter(floating(model).values())) if kind == "mixture" else weight_of(model.get_submodule(layers[0]))
     dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
-    context = Context(int(dim), kind, names, int(seed), dtype, outputs, classes)
-    children = [modulation(context, index, layer).to(example.device) for index, layer in enumerate(layers)]
+    moves = [
+        _move(model, kind, name, index, int(dim), seed, dtype, states).to(example.device)
+        for index, name in enumerate(names)
+    ]
     if outputs is not None:
-        layers, children = [*layers, logits], [*children, OutputOffsets(context, channel_axis(logits))]
-    context.guessed = guessed
+        moves.append(_offsets(model, layer, outputs, slice(dim, dim + classes)))
+    drawn = GENERATOR
+    if kind == "mixture":
+        drawn += f", of checkpoints {fingerprint(dict(moves[0].named_buffers()))}"  # else phi's weights say nothing
+    size = dim + classes + int(outputs is not None and outputs.temperature)
+    channels = tuple(move.channels for move in moves)
+    means = Signature(kind, tuple(layers), channels, int(seed), int(size), drawn, outputs)
+    context = Context(model, moves, means, dtype, guessed)
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     before = KeptModules(model)
     try:
         model.requires_grad_(False)
         context.pins = [pin for module in model.modules() if mode_dependent(module) for pin in pin_to_eval(module)]
-        for layer, child in zip(layers, children, strict=True):
-            child.handle = child.hooked(layer)
-            layer.add_module(MODULATION_NAME, child)
+        context.host_in(model)
         model.add_module(CONTEXT_NAME, context.to(example.device))
         adapter = Adapter(model)
         for parameter in model.parameters():
             parameter.grad = None  # the optimizer that trained the weights would step along what is left
         return adapter
     except BaseException:
-        for child in children:
-            if child.handle is not None:
-                child.handle.remove()
         before.put_back()
         raise
+
+
+def _move(
+    model: nn.Module,
+    kind: AdapterKind,
+    name: str,
+    index: int,
+    dim: int,
+    seed: int,
+    dtype: torch.dtype,
+    states: Sequence[Mapping[str, Tensor]],
+) -> Move:
+    """Return what phi does to the layer of an index among those that are modulated."""
+    if name == "" and states:
+        return Mixture(floating(model), states)
+    layer, rng = model.get_submodule(name), generator(seed, kind if kind != "mixture" else "film", index - bool(states))
+    if kind == "lora":
+        keys = ["weight"] if getattr(layer, "bias", None) is None else ["weight", "bias"]
+        return LoraScale(_keys(model, name, *keys), index)
+    if kind == "input_bias":
+        return InputBias(_keys(model, name, "bias")[0], gaussian(len(weight_of(layer)), dim, dtype, rng))
+    alone = scales_alone(layer)
+    matrices = [gaussian(len(weight_of(layer)), dim, dtype, rng) for _ in range(1 if alone else 2)]
+    for matrix in matrices if states else ():  # of its own coordinates alone, and as large as without the others
+        matrix[:, : len(states)] = 0
+        matrix.mul_((dim / (dim - len(states))) ** 0.5)
+    keys = _keys(model, name, *(("weight",) if alone else ("weight", "bias")))
+    return Film(keys, matrices[0], None if alone else matrices[1], origin(layer) or 0.0)
+
+
+def _offsets(model: nn.Module, name: str, outputs: Outputs, at: slice) -> Offsets:
+    weight = _keys(model, name, "weight") if outputs.temperature else []
+    bare = getattr(model.get_submodule(name), "bias", None) is None  # it gets one
+    return Offsets(
+        [*weight, f"{name}.bias".lstrip(".")] if bare else [*weight, *_keys(model, name, "bias")], at, outputs.scale
+    )
+
+
+def _keys(model: nn.Module, name: str, *tensors: str) -> list[str]:
+    """Return the names of a layer's tensors, which phi is to move."""
+    for own in tensors:
+        if (why := unmovable(model, name, own)) is not None:
+            raise AdapterError(why)
+    return [f"{name}.{own}".lstrip(".") for own in tensors]
 
 
 def _check_bare(model: nn.Module) -> None:
@@ -459,14 +420,11 @@ def _check_bare(model: nn.Module) -> None:
     refuse_wrapper(model)
 
 
-def _called(model: nn.Module, example: Any) -> Called:
-    _check_bare(model)
-    return called(model, example)
-
-
 def _adapted(module: nn.Module) -> bool:
-    """Whether an adapter acts on a module: its phi, a modulation or a pinned mode is there."""
-    return isinstance(module, (Context, Modulation)) or enter_eval in module._forward_pre_hooks.values()
+    """Whether an adapter acts on a module: its phi, a host or a pinned mode is there."""
+    hooks = module._forward_pre_hooks.values()
+    hosted = any(each is enter_eval or isinstance(getattr(each, "__self__", None), Host) for each in hooks)
+    return hosted or isinstance(module, Context)
 
 
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Graph, Interpreter, Node, Tracer
 from torch.fx.node import map_arg
 
-from metricopt_ext.adapters.pinned import pins_mode
+from metricopt_ext.adapters.layers import pins_mode
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.kept_outputs import digest_of, digest_of_model
 from metricopt_ext.utils.words import brief

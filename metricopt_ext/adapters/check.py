@@ -162,7 +162,8 @@ def _still(zero: Tensor, gradient: Tensor | None, at: Callable[[Tensor], list[Te
                 after = at(zero.index_fill(0, rows.to(zero.device), step))
             except Exception:  # of the loss, at a phi far away
                 return True
-            if len(after) != len(before) or not all(map(same_bits, before, after)):
+            overflow = any(bool(each.isnan().any()) for each in after)  # of weights times an infinite temperature
+            if len(after) != len(before) or not (overflow or all(map(same_bits, before, after))):
                 return True
         return False
 
@@ -279,7 +280,7 @@ def logits_layer(outputs: Outputs, model: nn.Module, others: list[str], called: 
     name = used[0] if name not in known and len(used) == 1 else name
     if name not in known:
         raise AdapterError(f"the outputs' layer {name!r} is no layer of the model{nearest(name, list(known))}")
-    if (why := _why_no_offsets(model, known[name], outputs)) is not None:
+    if (why := _why_no_offsets(model, known[name])) is not None:
         raise AdapterError(f"the outputs' layer {name!r} {why}; it must be the layer that gives the logits")
     refuse_idle([name], called)
     if name in others:
@@ -294,10 +295,10 @@ def _is_own(name: str) -> bool:
     return not {"lora_A", "lora_B"} & set(name.split(".")) and not is_unused(name)
 
 
-def _why_no_offsets(model: nn.Module, layer: nn.Module, outputs: Outputs) -> str | None:
+def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
     """Why a layer's output can't get offsets; None if it can: it has a bias, or can be given one."""
     if getattr(layer, "bias", None) is not None:
-        return unusable(layer, in_weight=outputs.temperature)
+        return unusable(layer)
     kind = f"is a {type(layer).__name__} without a bias"
     if not may_give_logits(layer) or type(layer).forward not in [each.forward for each in (nn.Linear, *CONVOLUTIONS)]:
         return f"{kind}, whose code need not add one"

@@ -1,7 +1,7 @@
 """Checkpoints of any framework as tensors under the names that a model has, for soups and mixtures of them."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.lora import adapted_layers
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile, packed_in, read_checkpoint
@@ -26,6 +26,8 @@ from metricopt_ext.utils.words import brief, counted, shortened
 INDEX = ".index.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's, or with INDEX if it has shards
 
+MOST = 8  # checkpoints of a mixture
+
 NO_TENSOR = "is no tensor, as of a quantized layer, and has no mean; use the models before quantization"
 
 
@@ -33,7 +35,7 @@ class CheckpointReader:
     """Reads checkpoints as the tensors of a model without an adapter, and makes starts of such tensors.
 
     Args:
-        model: The model, with an adapter or without.
+        model: The model, with an adapter or without; or a checkpoint of it, which makes no starts.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
     Raises:
@@ -41,18 +43,23 @@ class CheckpointReader:
             weights that are no tensors, as quantized layers have.
     """
 
-    def __init__(self, model: nn.Module, entry: str | None = None) -> None:
-        if (lora := next(adapted_layers(model), None)) is not None:
+    def __init__(self, model: nn.Module | CheckpointFile, entry: str | None = None) -> None:
+        if isinstance(model, nn.Module) and (lora := next(adapted_layers(model), None)) is not None:
             raise AdapterError(
                 f"LoRA of {lora[0]!r} is not merged, and a mean of its matrices says nothing; merge the model and each"
                 " checkpoint first, model.merge_and_unload(), and save that"
             )
         self.model, self.entry = model, entry
-        state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
-        if packed := packed_in(state):
+        state: Mapping[str, Any]
+        if isinstance(model, CheckpointFile):
+            state, packed = {key: model.tensor(key) for key in model.shapes}, model.packed
+            self._tied = {key: model.aliases(key)[0] for key in state}
+        else:
+            state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
+            packed, self._tied = packed_in(state), _tied(model)
+        if packed:
             raise AdapterError(f"the model's {brief(packed[0])} {NO_TENSOR}")
         self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._tied = _tied(model)
         self.floating = [name for name, each in self.base.items() if has_mean(each)]
 
     def read(self, checkpoint: Path | Mapping[str, Any], name: str = "") -> dict[str, Tensor]:
@@ -119,7 +126,30 @@ class CheckpointReader:
 
     def start(self, values: Mapping[str, Tensor]) -> Start:
         """Return the start at phi = 0 of the model's adapter with `replaced`."""
+        assert isinstance(self.model, nn.Module)
         return Start(torch.zeros_like(Adapter(self.model).phi.detach()), self.replaced(values))
+
+    def to_mix(self, checkpoints: Sequence[str | Path | Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Return what of checkpoints, files or state dicts, a mixture takes: floating tensors other than the model's.
+
+        Raises:
+            AdapterError: There are none or more than eight, two are of one model, or nothing of the model can be mixed.
+            DataError: As from `read`.
+        """
+        if not 1 <= len(checkpoints) <= MOST:
+            raise AdapterError(f"{counted(len(checkpoints), 'checkpoint')} can't be mixed in; give 1 to {MOST}")
+        if not self.floating:
+            raise AdapterError("the model has no floating numbers in its state dict, of which there are mixtures")
+        known: dict[str, dict[str, Tensor]] = {"the model": {}}
+        for number, each in enumerate(checkpoints):
+            name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
+            read = self.read(each if isinstance(each, Mapping) else Path(each), name)
+            state = {key: value for key, value in self.replaced(read).items() if has_mean(value)}
+            for other, theirs in known.items():
+                if state.keys() == theirs.keys() and all(same_bits(value, theirs[key]) for key, value in state.items()):
+                    raise AdapterError(f"{name} has the same weights as {other}, so it would add nothing; leave it out")
+            known[name] = state
+        return list(known.values())[1:]
 
 
 def files_of(path: Path) -> list[Path]:

@@ -1,54 +1,13 @@
-"""LoRA's own scales as phi: a factor on what each layer that PEFT has adapted adds, which its weights can take up."""
+"""LoRA's own scales as phi: the layers that PEFT has adapted, each with a factor on what it adds."""
 
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from metricopt_ext.adapters.affine import weight_of
-from metricopt_ext.adapters.modulation import Context, Modulation
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.words import shortened
-
-
-class LoraScale(Modulation):
-    """A factor on a low-rank change, ``h * (1 + phi_i)``, with a coordinate i for the layer alone.
-
-    It acts on the output of LoRA's second matrix B, so that a layer computes ``W x + (1 + phi_i) s B A x``.
-
-    Args:
-        context: Holds phi.
-        index: The coordinate.
-    """
-
-    merges_into = ("weight",)
-
-    def __init__(self, context: Context, index: int) -> None:
-        super().__init__(context)
-        self.index = index
-
-    @property
-    def channels(self) -> int:
-        """One factor."""
-        return 1
-
-    def forward(self, h: Tensor) -> Tensor:
-        """Scale an output of any shape; the dtype is the input's."""
-        return h * (1 + self.phi[self.index]).to(h.dtype)
-
-    def changes(self, layer: nn.Module) -> list[Tensor]:
-        """Return B's bias, if there is one."""
-        return [bias] if isinstance(bias := getattr(layer, "bias", None), Tensor) else []
-
-    @torch.no_grad()
-    def merge_into(self, layer: nn.Module) -> None:
-        """Scale B, and its bias if there is one, which PEFT's own functions merge and save."""
-        factor = 1 + self.phi[self.index]
-        weight_of(layer).mul_(factor.to(weight_of(layer).dtype))
-        if isinstance(bias := getattr(layer, "bias", None), Tensor):
-            bias.mul_(factor.to(bias.dtype))
 
 
 def lora_layers(model: nn.Module, adapter_name: str | None = None) -> list[str]:

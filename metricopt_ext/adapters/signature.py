@@ -64,6 +64,14 @@ class Signature:
     generator: str
     outputs: Outputs | None
 
+    @property
+    def offsets(self) -> slice:
+        """Which coordinates of phi are the logits' offsets; those before are the matrices', one after a temperature."""
+        if self.outputs is None:
+            return slice(self.dim, self.dim)
+        end = self.dim - int(self.outputs.temperature)
+        return slice(end - self.channels[-1], end)
+
     @classmethod
     def from_json(cls, content: Any) -> "Signature | None":
         """Return what `to_json` described; None of None.

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.adapters.mixed_file import MixedFile
-from metricopt_ext.adapters.skeleton import Norms
+from metricopt_ext.adapters.file import FileMoves
 from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.ask_and_tell import Search, Trial
@@ -65,14 +64,14 @@ class CheckpointRun(ProgramRun):
         maximize: Whether higher is better.
         subject_to: Constraints on other quantities that the score has, by name (`Metric`); not on data held out.
         seed: Seed of the search.
-        gradients: Of norms: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or
+        gradients: ``gradients(path, keys)`` returns gradients of a loss by key, each of its tensor's shape or
             m of them stacked; they shape the search. None takes all directions for alike.
     """
 
     def __init__(
         self,
         file: CheckpointFile,
-        moving: Norms | MixedFile,
+        moving: FileMoves,
         score: ProgramScore,
         folder: Path,
         *,
@@ -85,10 +84,9 @@ class CheckpointRun(ProgramRun):
         super().__init__(folder)
         self.file, self.moving, self.score, self.holdout = file, moving, score, holdout
         self.maximize, self.subject_to, self.seed = maximize, subject_to, seed
-        self.adapter = moving.adapter
         self.gradients: Tensor | None = None
-        if gradients is not None and isinstance(moving, Norms):
-            found = gradients(str(file.path), moving.keys)
+        if gradients is not None:
+            found = gradients(str(file.path), list(moving.base))
             if not isinstance(found, Mapping):
                 raise ConfigError(f"the function of gradients returned {brief(found)}; it must be a dict by key")
             self.gradients = moving.gradients(found)
@@ -96,7 +94,7 @@ class CheckpointRun(ProgramRun):
     @property
     def least_queries(self) -> int:
         """The fewest runs of the program that the search can do with."""
-        return GuidedTrustRegion().least_queries(len(self.adapter.phi)) * self.score.repeats
+        return GuidedTrustRegion().least_queries(self.moving.adapter.dim) * self.score.repeats
 
     def check_queries(self, queries: int) -> None:
         """Check that so many runs of the program are enough to search with.
@@ -120,7 +118,7 @@ class CheckpointRun(ProgramRun):
             OSError: The file can't be written.
         """
         with ending() as programs:
-            found = self._scored(programs, self.score, UNCHANGED, self.adapter.phi.detach() * 0)
+            found = self._scored(programs, self.score, UNCHANGED, self.moving.adapter.phi.detach() * 0)
         if isinstance(found, Failed):
             raise TrialError(f"the unchanged checkpoint can't be scored: {found.reason}", self.log(UNCHANGED))
         return found
@@ -195,7 +193,7 @@ class CheckpointRun(ProgramRun):
         trials = queries // self.score.repeats
         try:
             return Search(
-                self.adapter,
+                self.moving.adapter,
                 trials,
                 seed=self.seed,
                 output_dir=self.folder / SEARCH,

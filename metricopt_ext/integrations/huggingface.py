@@ -115,7 +115,6 @@ def tune_trainer(
     before = KeptModules(model)
     try:
         adapter = attach(model)
-        adapter.check_merge()
         task = FinetuneTask(
             adapter,
             loss=ReplayedLoss(partial(_loss, trainer), training=False),

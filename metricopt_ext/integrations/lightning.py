@@ -124,8 +124,6 @@ class SearchPhi(L.Callback):
             in_step(self.options)
         adapter = self.attach(module)
         try:
-            if self.merge:
-                adapter.check_merge()
             given = {name: self.options[name] for name in PLANNED if name in self.options}
             check_plan(adapter, self._metric(lambda: None), queries=self.queries, **given)
             for name, start in (given.get("starts") or {}).items():

@@ -117,7 +117,6 @@ def tune_model(
     before = KeptModules(inner)
     try:
         adapter = attach(inner)
-        adapter.check_merge()
         judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name)
         task = FinetuneTask(
             adapter,

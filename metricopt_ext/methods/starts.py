@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.search.stages import SETTINGS

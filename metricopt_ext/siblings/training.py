@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.errors import AdapterError, DataError, MetricError
 from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.batches import Batches

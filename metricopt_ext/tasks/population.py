@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from metricopt_ext.adapters.mixture import Mixture
+from metricopt_ext.adapters.moves import Mixture
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
 

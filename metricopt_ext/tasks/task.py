@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.check import check_effect
-from metricopt_ext.adapters.modulation import CONTEXT_NAME
+from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.batches import Batches
@@ -426,7 +426,7 @@ class FinetuneTask:
             AdapterError: There are none.
         """
         with ExitStack() as held:
-            for layer, _ in self.adapter.modulations() if differentiable else ():
+            for layer in map(self.adapter.model.get_submodule, self.adapter.layers) if differentiable else ():
                 refuse = partial(_refuse_another_pass, type(self.adapter.model).__name__)
                 held.callback(layer.register_forward_pre_hook(refuse).remove)
             try:

@@ -31,7 +31,7 @@ def undone_if_cut_short(function: Function) -> Function:
             return function(task, *args, **kwargs)
         except BaseException:
             modules.put_back()
-            adapter.context.override = override
+            adapter.context.use(override)
             adapter.apply(held)
             metric.ledger = ledger
             raise

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-PINNED = "_metricopt_mode"  # the attribute for the mode of a module that evaluates whatever its mode is
+PINNED = "_metricopt_mode"  # the attribute of a module that computes as in evaluation, for what that has changed
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def trains(model: nn.Module) -> bool:
 
 def kept_modes(*models: nn.Module) -> Callable[[], None]:
     """Return a function that puts every module of some models into the mode that it is in now."""
-    modes = [(module, vars(module).get(PINNED, module.training)) for model in models for module in model.modules()]
+    every = [module for model in models for module in model.modules()]
+    modes = [(module, vars(module).get(PINNED, {"training": module.training})) for module in every]
 
     def put_back() -> None:
         for module, before in modes:
-            vars(module).pop(PINNED, None)  # of a call that was cut short
-            module.training = before
+            vars(module).update({**vars(module).pop(PINNED, {}), **before})  # what a call that was cut short left, too
 
     return put_back

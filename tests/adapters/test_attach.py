@@ -16,6 +16,7 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs, load_adapter
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, FileFormatError
 
 
@@ -160,6 +161,10 @@ def test_wrappers_compute_with_phi(
             adapter.set_phi(torch.full((2,), size))
             torch.testing.assert_close(wrapped(x), model(x))
             assert (wrapped(x) - plain).abs().max() > 1e-3
+            phi = torch.tensor([size, 0.3])
+            for used in (adapter.using(phi), adapter.applied(Start(phi))):
+                with used, torch.no_grad():
+                    torch.testing.assert_close(wrapped(x), model(x))
         adapter.save(tmp_path / "adapter.safetensors")
         loaded = load_adapter(wrap(cnn().eval()), tmp_path / "adapter.safetensors")
         assert torch.equal(loaded.model(x), model(x))

@@ -82,7 +82,8 @@ def finetunes(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 class TestMixture(AdapterTester):
-    models: ClassVar = {"cnn": cnn, "tied": tied}
+    models: ClassVar = {"cnn": cnn, "tied": tied, "stochastic": stochastic}
+    one_by_one: ClassVar = ("stochastic",)  # an LSTM, whose own weights are mixed
 
     def attach(self, model: nn.Module) -> mo.Adapter:
         return mo.attach_mixture(model, finetunes(model))

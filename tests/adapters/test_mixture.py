@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_mixture
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError
 
 
@@ -80,7 +81,7 @@ def test_weights_are_cut_off_and_variances_stay_above_a_tenth(models: list[nn.Mo
 def test_film_has_coordinates_of_its_own(models: list[nn.Module]) -> None:
     adapter = attach_mixture(models[0], states(models), film=500, seed=3)
     assert adapter.layers == ["", "1"]
-    film = adapter.model[1].metricopt_modulation
+    film = adapter.moves["1"]
     assert not film.A[:, :2].any()
     spread = torch.cat([film.A[:, 2:], film.B[:, 2:]]).std() * 500**0.5
     assert abs(float(spread) - 1) < 3 * (2 * 4000) ** -0.5
@@ -199,12 +200,36 @@ class Encoder(nn.Module):
         return self.head(self.encode(x))
 
 
-def test_a_call_past_the_model_s_forward_is_refused() -> None:
-    """The layers have the base's weights there: a metric would judge another model."""
+@pytest.mark.parametrize("way", ["set_phi", "using", "applied"])
+def test_a_call_past_the_model_s_forward_is_of_the_mixture(way: str) -> None:
     model, x = Encoder(0), torch.randn(5, 4)
     adapter = attach_mixture(model, [Encoder(1).state_dict()])
-    for each in (model, copy.deepcopy(model)):
-        each(x)
-        assert_refused(lambda each=each: each.encode(x), AdapterError, "body", "Encoder.forward", "merge()")
-    at(adapter, 1.0)
-    assert torch.equal(adapter.merge().encode(x), Encoder(1).encode(x))
+    expected, phi = Encoder(1).encode(x), torch.ones(1, requires_grad=True)
+    if way == "set_phi":
+        adapter.set_phi(phi.detach())
+        found = model.encode(x)
+        found.sum().backward()
+        assert adapter.phi.grad is not None
+        assert bool(adapter.phi.grad)
+    else:
+        with adapter.using(phi) if way == "using" else adapter.applied(Start(phi.detach())):
+            found = model.encode(x)
+    assert torch.equal(found, expected)
+
+
+def test_statistics_of_norms_have_gradients(models: list[nn.Module], x: Tensor) -> None:
+    adapter = attach_mixture(copy.deepcopy(models[0]), states(models))
+    phi, way = torch.tensor([0.3, 0.4]).double(), torch.tensor([0.6, -0.8]).double()
+    adapter.set_phi(phi)
+    loss = adapter.model(x).square().sum()
+    loss.backward()
+
+    @torch.no_grad()
+    def at_phi(phi: Tensor) -> Tensor:
+        with adapter.applied(Start(phi)) as model:
+            return model(x).square().sum()  # type: ignore[no-any-return]
+
+    slope = (at_phi(phi + 1e-6 * way) - at_phi(phi - 1e-6 * way)) / 2e-6
+    torch.testing.assert_close(loss.detach(), at_phi(phi), rtol=1e-12, atol=1e-12)
+    assert adapter.phi.grad is not None
+    torch.testing.assert_close(adapter.phi.grad @ way, slope, rtol=1e-6, atol=1e-6)

@@ -2,15 +2,16 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.adapter import Adapter, signature_of
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias, attach_outputs
-from metricopt_ext.adapters.modulation import GENERATOR
+from metricopt_ext.adapters.moves import GENERATOR
 from metricopt_ext.adapters.signature import Outputs, Signature
+from metricopt_ext.errors import AdapterError
 
 
 def test_it_says_all_that_phi_depends_on(cnn: Callable[[], nn.Sequential]) -> None:
@@ -32,8 +33,10 @@ def test_what_an_optimizer_is_given_carries_it(cnn: Callable[[], nn.Sequential],
     (copied,) = Adapter(copy.deepcopy(adapter.model)).parameters()
     assert signature_of(copied) == adapter.signature
 
-    other = attach_film(cnn(), dim=3, seed=6)
-    other.save(tmp_path / "adapter.safetensors")
-    adapter.load(tmp_path / "adapter.safetensors")  # its matrices are the file's now
-    assert adapter.signature == replace(adapter.signature, seed=6) == other.signature
-    assert signature_of(phi) == other.signature
+
+def test_a_file_of_another_is_refused(cnn: Callable[[], nn.Sequential], tmp_path: Path) -> None:
+    adapter = attach_film(cnn(), dim=3, seed=5)
+    attach_film(cnn(), dim=3, seed=6).save(tmp_path / "adapter.safetensors")
+    assert_refused(
+        lambda: adapter.load(tmp_path / "adapter.safetensors"), AdapterError, "seed", "6", "5", "load_adapter"
+    )

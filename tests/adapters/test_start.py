@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.adapter_file import FILE_FORMAT
+from metricopt_ext.adapters.adapter import FILE_FORMAT, Adapter
 from metricopt_ext.adapters.attach import attach_film, load_adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, FileFormatError

@@ -98,7 +98,7 @@ def test_several_logits(classes: int, outputs: Outputs | None) -> None:
     torch.manual_seed(0)
     model = several(classes).double()
     adapter = attach_input_bias(model, dim=3, outputs=outputs)
-    effects = model[2].weight.detach() @ adapter.modulations()[0][1].C  # classes x 3
+    effects = model[2].weight.detach() @ adapter.moves["0"].C  # classes x 3
     effects = effects - effects.mean(0)
     rms = math.sqrt(float(effects.square().mean(0).mean()))
     model.train()

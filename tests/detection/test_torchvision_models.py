@@ -128,7 +128,7 @@ def test_phi_leaves_changes_merges_and_goes(name: str, place: str, kinds: set[ty
     model, toolkit = copy.deepcopy(built(name)), toolkit_of(name)
     bare, state = outputs(model), copy.deepcopy(model.state_dict())
     adapter = attach_film(model, toolkit.film_layers(model, [place]), dim=4)
-    assert {type(layer) for layer, _ in adapter.modulations()} == kinds
+    assert {type(model.get_submodule(layer)) for layer in adapter.layers} == kinds
     assert same(outputs(model), bare)
 
     adapter.set_phi(PHI)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.refusals import assert_refused
-from metricopt_ext.adapters.skeleton import Norms, chosen
+from metricopt_ext.adapters.file import norms
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.checkpoint_run import CheckpointRun
 from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
@@ -38,7 +38,7 @@ def made(code: str, *, repeats: int = 1, seed: int = 0) -> CheckpointRun:
     file = read_checkpoint("in.safetensors")
     words = [sys.executable, "-S", "-c", code, "{checkpoint}", "{trial}"]
     score = ProgramScore(words, Printed(r"score (\S+)", "--parse"), repeats=repeats)
-    return CheckpointRun(file, Norms(file, chosen(file), dim=2, seed=seed), score, Path("out"), seed=seed)
+    return CheckpointRun(file, norms(file, dim=2, seed=seed), score, Path("out"), seed=seed)
 
 
 def test_the_unchanged_file_is_scored_bit_for_bit(run: CheckpointRun) -> None:

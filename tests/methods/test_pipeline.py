@@ -1,16 +1,18 @@
 """The whole job under one budget, on tasks whose loss and metric are known in closed form."""
 
+import copy
 import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from helpers.quadratics import QuadraticLearner
 from helpers.refusals import assert_named, assert_refused
@@ -22,9 +24,11 @@ from metricopt_ext import (
     Setting,
     Settings,
     Start,
+    TensorBatches,
     optimize_metric,
 )
-from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.adapters.attach import attach_film, attach_input_bias
+from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
 from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
@@ -49,6 +53,29 @@ def test_a_phi_that_the_model_held_before_counts_for_nothing(quadratic: Callable
     for task in (plain, tuned):
         optimize_metric(task, queries=QUERIES, strategy=strategy, callback=Callback())
     assert torch.equal(tuned.adapter.phi, plain.adapter.phi)
+
+
+@pytest.mark.parametrize("starts", [{}, {"moved": Start(torch.zeros(7), {"1.bias": torch.ones(4)})}])
+def test_a_query_s_model_has_its_phi_in_its_own_tensors(starts: dict[str, Start]) -> None:
+    """Whatever reads its state dict, as a program that is given a checkpoint, judges the same model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))
+    bare, x, y, seen = copy.deepcopy(model), torch.randn(30, 3), torch.arange(30) % 3, list[Tensor]()
+
+    def metric(model: nn.Module) -> float:
+        bare.load_state_dict({key: each for key, each in model.state_dict().items() if "metricopt" not in key})
+        assert torch.equal(bare(x), model(x))
+        seen.append(bare(x))
+        return -float(nn.functional.cross_entropy(bare(x), y).detach())
+
+    task = FinetuneTask(
+        attach_film(model, dim=4, outputs=Outputs()),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=TensorBatches(x, y, 10),
+        metric=Metric(metric, maximize=True, bounds=None),
+    )
+    optimize_metric(task, queries=12, starts=starts, callback=Callback())
+    assert not any(torch.equal(first, second) for first, second in pairwise(seen))
 
 
 # --- What it costs ---------------------------------------------------------------------------------------------

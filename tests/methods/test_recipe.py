@@ -250,7 +250,7 @@ def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable
     task = quadratic(dtype=torch.float32)
     fit = learned(task)
     assert fit.f.signature == task.adapter.signature
-    task.adapter.context.seed, spent = 1, task.queries
+    task.adapter.context.means, spent = replace(task.adapter.signature, seed=1), task.queries
     assert_refused(lambda: tune_start(task, fit, recipe=ALONE), ValueFunctionError, "0", "1")
     assert task.queries == spent
     fit.f.signature = None

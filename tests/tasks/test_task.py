@@ -17,6 +17,7 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.inputs import entropy, logits_of, refuse_probabilities
@@ -110,13 +111,13 @@ def test_population_equals_one_by_one(make: Callable[[], tuple[Adapter, Tensor]]
 
 def mlp_by_hand(task: FinetuneTask, phi: Tensor, x: Tensor) -> Tensor:
     first, second = task.adapter.model[0], task.adapter.model[2]
-    C = task.adapter.modulations()[0][1].C
+    C = task.adapter.moves["0"].C
     return torch.tanh(x @ first.weight.T + first.bias + C @ phi) @ second.weight.T + second.bias
 
 
 def cnn_by_hand(task: FinetuneTask, phi: Tensor, x: Tensor) -> Tensor:
     conv, norm, _, _, _, head = list(task.adapter.model)[:6]
-    film = task.adapter.modulations()[0][1]
+    film = task.adapter.moves["1"]
     h = F.conv2d(x, conv.weight, conv.bias)
     h = (h - norm.running_mean[:, None, None]) / (norm.running_var[:, None, None] + norm.eps).sqrt()
     h = h * norm.weight[:, None, None] + norm.bias[:, None, None]
@@ -220,8 +221,8 @@ def test_cost_judges_the_phi_given(read: Callable[[nn.Module], float]) -> None:
     own, points = rand(5, seed=3), rand(4, 5, seed=4)
     expected = []
     for point in points:
-        task.adapter.set_phi(point)
-        expected.append(read(task.adapter.model))
+        with task.adapter.applied(Start(point)):
+            expected.append(read(task.adapter.model))
     task.adapter.set_phi(own)
     assert len(set(expected)) == 4
 

@@ -121,6 +121,14 @@ class AdapterTester:
         with pytest.raises(KeyError), adapter.using(phi):
             raise KeyError
         assert torch.equal(self.output(adapter.model, inputs), plain)
+        start, base = some_start(adapter, seed), copied(adapter.base_state_dict())
+        with adapter.applied(start), adapter.using(phi):
+            expected = self.output(adapter.model, inputs)
+        with adapter.using(phi):
+            with adapter.applied(start):
+                assert torch.equal(self.output(adapter.model, inputs), expected)
+            assert torch.equal(self.output(adapter.model, inputs), found)
+        assert all(torch.equal(each, base[key]) for key, each in adapter.model.state_dict().items() if key in base)
 
     @fewer
     @given(seed=seeds)
@@ -178,6 +186,30 @@ class AdapterTester:
             assert_refused(lambda wrong=wrong: adapter.using(wrong).__enter__(), mo.errors.AdapterError, "phi")
             assert_refused(lambda wrong=wrong: adapter.apply(mo.Start(wrong)), mo.errors.AdapterError, "phi")
 
+    @fewer
+    @given(seed=seeds, way=st.sampled_from(["at once", *COPIES]))
+    @torch.no_grad()
+    def test_a_model_that_is_judged_has_its_phi_in_its_own_tensors(self, name: str, seed: int, way: str) -> None:
+        """Whoever exports it, reads its state dict or copies it gets what is judged."""
+        model, inputs = self.precise(name)
+        bare, adapter = copy.deepcopy(model), self.attach(model)
+        base, start = copied(adapter.base_state_dict()), some_start(adapter, seed)
+        with adapter.applied(start):
+            expected = self.output(model, inputs)
+            twin = mo.Adapter(COPIES[way](model) if way in COPIES else model)
+            assert torch.equal(self.output(twin.model, inputs), expected)
+            state = {key: each for key, each in twin.model.state_dict().items() if not key.startswith("metricopt.")}
+            assert all(torch.equal(each, base[key]) for key, each in twin.base_state_dict().items())
+            for key in self.adds:
+                bare.get_submodule(key.rpartition(".")[0]).bias = nn.Parameter(state[key])
+            bare.load_state_dict(state)
+            torch.testing.assert_close(self.output(bare, inputs), expected, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(each, base[key]) for key, each in adapter.model.state_dict().items() if key in base)
+        if way in COPIES:
+            restored = twin.remove().state_dict()
+            assert list(restored) == list(base)
+            assert all(torch.equal(each, base[key]) for key, each in restored.items())
+
     # ----- Taking it out
 
     @fewer
@@ -221,10 +253,13 @@ class AdapterTester:
         bare = copy.deepcopy(model)
         adapter = self.attach(model)
         adapter.set_phi(self.phi(adapter, seed))
-        expected, stated = self.output(model, inputs), adapter.merged_state_dict()
-        assert torch.equal(self.output(model, inputs), expected)  # a copy was merged
+        substituted, stated = self.output(model, inputs), adapter.merged_state_dict()
+        assert torch.equal(self.output(model, inputs), substituted)  # a copy was merged
+        with adapter.applied(adapter.as_start()):
+            expected = self.output(model, inputs)
         assert adapter.merge() is model
-        torch.testing.assert_close(self.output(model, inputs), expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(self.output(model, inputs), expected)
+        torch.testing.assert_close(substituted, expected, rtol=1e-10, atol=1e-10)
         assert list(stated) == list(model.state_dict())
         assert all(torch.equal(each, stated[key]) for key, each in model.state_dict().items())
         assert set(stated) - set(bare.state_dict()) == set(self.adds)

@@ -66,7 +66,7 @@ chance = 0.001 * math.sin(1e4 * sum(bias))
         report = self.tune(*self.words(self.score(), *HALVES))
         assert (report["task"], report["kept"]) == ("checkpoint", "search")
         (moved,) = report["moved"]
-        assert (moved["layer"], moved["channels"]) == ("model.norm", CHANNELS)
+        assert (moved["name"], moved["numbers"]) == ("model.norm", 2 * CHANNELS)
         before, after = load_file("in.safetensors"), load_file(self.kept)
         assert {key for key in before if not torch.equal(before[key], after[key])} == set(moved["keys"])
         self.tune(*self.words(self.score("value = 0.0"), *HALVES, out="same"), out="same")
@@ -185,7 +185,7 @@ def test_finetunes_are_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -
     content = report()
     assert content["kept"] == "search"
     assert content["after"] > 0.97  # 0.91 before, and at both finetunes at most that
-    assert content["moved"] == [{"checkpoint": "one.safetensors"}, {"checkpoint": "two.safetensors"}]
+    assert [each["name"] for each in content["moved"]] == ["one.safetensors", "two.safetensors"]
     base, tuned = load_file("in.safetensors"), load_file("out.safetensors")
     assert torch.equal(tuned["model.norm.weight"], base["model.norm.weight"])
     one, two = (load_file(f"{name}.safetensors")["model.norm.bias"] for name in ("one", "two"))
@@ -236,7 +236,7 @@ def test_gradients_of_a_loss_shape_the_search(folder: Path, capsys: pytest.Captu
     tune(*words(command, *PARSE, *HALVES, queries=14, out="plain"))
     assert "treated all directions of phi alike" in capsys.readouterr().out
     tune(*words(command, *PARSE, "--gradients", "losses_of_mine:nothing", *where, out="other"), status=1)
-    assert "the gradients lack 'model.norm.weight', which moves" in capsys.readouterr().err
+    assert "the gradients lack 'model.norm.bias'" in capsys.readouterr().err
 
 
 def test_repeats_guard_a_noisy_score(folder: Path) -> None:
