@@ -86,7 +86,7 @@ class GPValueFunction(ValueFunction):
 
     def __init__(self, dim: int, points: int) -> None:
         super().__init__(dim)
-        self.arguments = {"dim": dim, "points": points}
+        self.arguments: dict[str, int] = {"dim": dim, "points": points}
         self._root: Tensor | None = None
         shapes = {"transform": (dim, dim), "points": (points, dim), "weights": (points,)}
         for name in (*shapes, "constant", "variance", "noise", "cost_mean", "cost_std"):

@@ -99,9 +99,9 @@ class ValueFunction(nn.Module):
 
     def __init__(self, dim: int, members: int = 1) -> None:
         super().__init__()
-        self.dim = dim
-        self.members_count = members
-        self.arguments = {"dim": dim, "members": members}  # from which a file's f is made anew
+        self.dim: int = dim
+        self.members_count: int = members
+        self.arguments: dict[str, int] = {"dim": dim, "members": members}  # from which a file's f is made anew
         self.quality: Quality | None = None
         self.signature: Signature | None = None
         self.register_buffer("centre", torch.zeros(dim))
@@ -191,9 +191,9 @@ class NeuralValueFunction(ValueFunction):
         super().__init__(dim, members)
         widths = (dim, *self.WIDTHS)
         pairs = list(pairwise(widths))
-        self.linears = nn.ModuleList(MemberLinear(members, a, b) for a, b in pairs)
-        self.norms = nn.ModuleList(nn.BatchNorm1d(members * b) for _, b in pairs)
-        self.head = MemberLinear(members, widths[-1], 1)
+        self.linears: nn.ModuleList = nn.ModuleList(MemberLinear(members, a, b) for a, b in pairs)
+        self.norms: nn.ModuleList = nn.ModuleList(nn.BatchNorm1d(members * b) for _, b in pairs)
+        self.head: MemberLinear = MemberLinear(members, widths[-1], 1)
         self.register_buffer("cost_mean", torch.tensor(0.0, dtype=torch.float64))
         self.register_buffer("cost_std", torch.tensor(1.0, dtype=torch.float64))
 
@@ -233,8 +233,8 @@ class MemberLinear(nn.Module):
     def __init__(self, members: int, inputs: int, outputs: int) -> None:
         super().__init__()
         bound = inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(members, outputs).uniform_(-bound, bound))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(members, outputs).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply member m's layer to the m-th slice."""
