@@ -58,9 +58,12 @@ class Host:
     def __init__(
         self, context: "Context", module: nn.Module, moves: Iterable[nn.Module], places: Iterable[Place]
     ) -> None:
-        self.context, self.moves, self.places, self.held = context, list(moves), list(places), list[Place]()
+        self.context: Context = context
+        self.moves: list[nn.Module] = list(moves)
+        self.places: list[Place] = list(places)
+        self.held: list[Place] = []
         # Hooks are bound methods, because a closure would not survive deepcopy.
-        self.handles = [
+        self.handles: list[Any] = [
             module.register_forward_pre_hook(self.enter, prepend=True),
             module.register_forward_hook(self.leave, always_call=True),
         ]
@@ -124,14 +127,15 @@ class Context(KeepsPrecision):
         self, model: nn.Module, moves: Sequence[Move], means: Signature, dtype: torch.dtype, guessed: bool = False
     ) -> None:
         super().__init__()
-        self.means, self.guessed = means, guessed
+        self.means: Signature = means
+        self.guessed: bool = guessed
         self.phi: nn.Parameter = nn.Parameter(torch.zeros(means.dim, dtype=dtype))
-        self.moves = nn.ModuleList(moves)
+        self.moves: nn.ModuleList = nn.ModuleList(moves)
         self.register_buffer("signature", torch.tensor([means.seed, zlib.crc32(json.dumps(means.to_json()).encode())]))
         self.override: Tensor | None = None  # what is used in phi's place for a while
         self.originals: dict[str, Tensor] = {}
         self.own: dict[Place, Tensor | None] = {}
-        self.held = _Held()
+        self.held: Held = Held()
         self.thawed: list[str] = []
         self.pins: list[Any] = []
         self.hosts: list[Host] = []
@@ -263,7 +267,7 @@ class Context(KeepsPrecision):
         )
 
 
-class _Held:
+class Held:
     """What the model's own tensors are at phi = 0, while the moved ones are written in their place.
 
     Attributes:

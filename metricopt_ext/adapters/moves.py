@@ -71,7 +71,7 @@ class Film(Move):
 
     def __init__(self, keys: Iterable[str], A: Tensor, B: Tensor | None, origin: float = 0.0) -> None:
         super().__init__(keys)
-        self.origin = origin
+        self.origin: float = origin
         self.register_buffer("A", A, persistent=False)
         if B is not None:
             self.register_buffer("B", B, persistent=False)
@@ -122,7 +122,8 @@ class Offsets(Move):
 
     def __init__(self, keys: Sequence[str], at: slice, scale: float) -> None:
         super().__init__(keys)
-        self.at, self.scale = at, scale
+        self.at: slice = at
+        self.scale: float = scale
 
     @property
     def channels(self) -> int:
@@ -149,7 +150,7 @@ class LoraScale(Move):
 
     def __init__(self, keys: Iterable[str], index: int) -> None:
         super().__init__(keys)
-        self.index = index
+        self.index: int = index
 
     @property
     def channels(self) -> int:
@@ -177,8 +178,10 @@ class Mixture(Move):
 
     def __init__(self, base: Mapping[str, Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(base)
-        self.count = len(states)
-        self.infinite = {key for key, own in base.items() if not own.is_meta and not bool(own.isfinite().all())}
+        self.count: int = len(states)
+        self.infinite: set[str] = {
+            key for key, own in base.items() if not own.is_meta and not bool(own.isfinite().all())
+        }
         for file, state in enumerate(states):
             for index, (key, own) in enumerate(base.items()):
                 value = state.get(key, own).detach().to(own, copy=True)
