@@ -150,7 +150,12 @@ class _Safetensors(CheckpointFile):
     def tensor(self, key: str) -> Tensor:
         self.check_unchanged()
         with safetensors.safe_open(self.path, framework="pt") as file:
-            found: Tensor = file.get_tensor(key)
+            try:
+                found: Tensor = file.get_tensor(key)
+            except safetensors.SafetensorError as error:
+                raise DataError(
+                    f"{self.path}: {brief(key)} can't be read ({brief(error)}); convert it first"
+                ) from error
         return found
 
     def _write(self, file: IO[bytes], replaced: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints of torch and of safetensors: what is read or refused, and that only what is replaced differs."""
 
+import json
+import struct
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,11 @@ def test_a_file_that_another_process_writes_anew_is_refused(suffix: str, tmp_pat
     save({"a": torch.ones(3)}, path)  # type: ignore[operator]
     assert_refused(lambda: file.write(tmp_path / f"trial{suffix}", {"a": torch.ones(2)}), DataError, "last")
     assert_refused(file.check_unchanged, DataError)
+
+
+def test_a_tensor_of_a_type_that_safetensors_can_not_load_is_refused(tmp_path: Path) -> None:
+    header = {"weight": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]}}
+    written = json.dumps(header).encode().ljust(80)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(written)) + written + bytes(6))
+    assert_refused(lambda: read_checkpoint(path).tensor("weight"), DataError, path.name, "weight", "F6_E2M3")
