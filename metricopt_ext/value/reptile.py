@@ -25,7 +25,7 @@ ADAMW = partial(torch.optim.AdamW, lr=5e-3, weight_decay=1.0, fused=True)
 
 @dataclass(frozen=True)
 class ReptileLearner:
-    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `learners.Learner`.
+    """Fits `NeuralValueFunction` by Reptile on meta-batches that mix tasks; a `learning.Learner`.
 
     Called, it meta-trains f on all tasks at hand (Algorithm 1); `adapt` adapts f to each task as its metrics arrive
     (Algorithm S1).
