@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -369,25 +369,26 @@ class Adapter:
 
     def take(self, path: str | Path, saved: "Saved") -> None:
         """Take over what `read_adapter` read; see `load`."""
-        for what, mine, theirs in self.signature.differences(saved.described.signature):
+        described, tensors, replaced = saved
+        for what, mine, theirs in self.signature.differences(described.signature):
             raise AdapterError(
                 f"{path}: {what} is {brief(theirs)}, but the attached adapter's is {brief(mine)}; remove() it, and"
                 " load_adapter(model, path) attaches the file's"
             )
-        own, start = self._kept_tensors(), Start(saved.tensors.get("phi", self.phi), saved.replaced)
-        check_tensors(path, saved.tensors, {name: value.shape for name, value in own.items()})
+        own, start = self._kept_tensors(), Start(tensors.get("phi", self.phi), replaced)
+        check_tensors(path, tensors, {name: value.shape for name, value in own.items()})
         try:
             self.check(start)
         except AdapterError as error:
             raise AdapterError(f"{path}: {error}") from error
-        if saved.described.base != fingerprint(self.base_state_dict()):
+        if described.base != fingerprint(self.base_state_dict()):
             warnings.warn(
                 f"{path} was saved for a model with other weights than {type(self.model).__name__} has: the metric"
                 " that it reached there does not hold here. Load the weights that it was tuned on first",
                 stacklevel=3,
             )
         for name in own.keys() - {"phi"}:
-            own[name].copy_(saved.tensors[name])  # the same, unless a new torch draws others from the seed
+            own[name].copy_(tensors[name])  # the same, unless a new torch draws others from the seed
         self.apply(start)
 
     def _kept_tensors(self) -> dict[str, Tensor]:
@@ -417,18 +418,8 @@ class Described:
     base: str
 
 
-class Saved(NamedTuple):
-    """What an adapter's file holds.
-
-    Attributes:
-        described: What it says.
-        tensors: Phi and the matrices, by their names in the file.
-        replaced: What replaces the model's own tensors, by name.
-    """
-
-    described: Described
-    tensors: dict[str, Tensor]
-    replaced: dict[str, Tensor]
+# What an adapter's file holds: what it says, phi and the matrices, and what replaces the model's own tensors.
+Saved = tuple[Described, dict[str, Tensor], dict[str, Tensor]]
 
 
 def read_adapter(path: str | Path) -> Saved:
@@ -447,7 +438,7 @@ def read_adapter(path: str | Path) -> Saved:
     for name, value in tensors.items():
         if value.dtype not in FLOATS:
             raise FileFormatError(f"{path} is corrupt: tensor {brief(name)} has type {value.dtype}, not a float's")
-    return Saved(described, tensors, replaced)
+    return described, tensors, replaced
 
 
 def refuse_wrapper(model: nn.Module) -> None:
@@ -457,18 +448,11 @@ def refuse_wrapper(model: nn.Module) -> None:
         AdapterError: It is; the message says how to get at the model.
     """
     kind = type(model).__name__
-    if isinstance(model, PARALLEL):
+    if kind == COMPILED or isinstance(model, (*PARALLEL, AveragedModel)):
         raise AdapterError(
-            f"{kind} wraps the model that is checkpointed; attach before wrapping it, or checkpoints will lack phi (the"
-            " model itself is its .module)"
+            f"{kind} wraps the model, with other names or weights of its own; attach before wrapping it, or pass the"
+            f" model itself, its .{'_orig_mod' if kind == COMPILED else 'module'}"
         )
-    if kind == COMPILED:
-        raise AdapterError(
-            f"{kind} wraps the model that is checkpointed; attach before wrapping it by torch.compile, or pass the"
-            " model itself, its ._orig_mod: what was compiled is then compiled anew"
-        )
-    if isinstance(model, AveragedModel):
-        raise AdapterError(f"{kind} wraps a copy of the model, with a phi of its own; pass the copy, its .module")
 
 
 def signature_of(parameter: Tensor) -> Signature | None:

@@ -291,7 +291,8 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
             an adapter. The model is then as it was.
     """
     saved, model = read_adapter(path), unwrapped(model)
-    signature, tensors, outputs = saved.described.signature, saved.tensors, saved.described.signature.outputs
+    signature, tensors = saved[0].signature, saved[1]
+    outputs = signature.outputs
     kind: AdapterKind = signature.kind  # type: ignore[assignment]
     names, modules = list(signature.layers if outputs is None else signature.layers[:-1]), dict(model.named_modules())
     _check_bare(model)
