@@ -130,7 +130,7 @@ def test_resumed_run_is_the_run(followed: bool, tiny_config: Any, tmp_path: Path
         (trajectory,) = trajectory_store(cfg, str(kept))
         assert torch.equal(phi_of(made), phi_in(folder / "model_best.pth"))
         assert written(folder, "squares_val/bbox/AP50") == {
-            step: pytest.approx(100 * (1 - cost)) for step, cost in zip(*observed(trajectory), strict=True)
+            step: pytest.approx(-cost) for step, cost in zip(*observed(trajectory), strict=True)
         }
         outcomes.append((phi_in(folder / "model_final.pth"), trajectory, phi_of(made)))
     (phi, straight, best), (again, resumed, best_again) = outcomes
