@@ -161,7 +161,7 @@ def with_tensors(**tensors: torch.Tensor) -> Callable[[Path], Path]:
 big = {"signature": {"dim": 10**9}}
 
 ATTACKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = {
-    "an adapter's dim": (attack_file(big, adapter), lambda p: load_adapter(model(), p), "tensor .* has shape"),
+    "an adapter's dim": (attack_file(big, adapter), lambda p: load_adapter(model(), p), "dim is 1000000000"),
     "an adapter's matrices": (
         attack_file({"signature": {"channels": [10**6]}}, adapter),
         lambda p: load_adapter(model(), p),

@@ -1,6 +1,7 @@
 """Attaching adapters: a frozen model whose layers phi modulates."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter, read_adapter, refuse_wrapper
 from metricopt_ext.adapters.check import Called, called, logits_layer, refuse_idle
-from metricopt_ext.adapters.checkpoints import MOST, CheckpointReader
+from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.context import CONTEXT_NAME, Context, Host
 from metricopt_ext.adapters.layers import (
-    CONVOLUTIONS,
-    NORMS,
     enter_eval,
+    is_norm,
     matching,
     mode_dependent,
     origin,
@@ -29,7 +29,6 @@ from metricopt_ext.adapters.layers import (
 from metricopt_ext.adapters.lora import lora_layers
 from metricopt_ext.adapters.moves import (
     GENERATOR,
-    AdapterKind,
     Film,
     InputBias,
     LoraScale,
@@ -45,10 +44,12 @@ from metricopt_ext.adapters.wrappers import is_unused, unwrapped
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checks import MOST_SIZE, check_integer
-from metricopt_ext.utils.files import check_tensors, content_of
+from metricopt_ext.utils.files import content_of
 from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, nearest, shortened
+
+States = Sequence[Mapping[str, Tensor]]  # of checkpoints
 
 
 def attach_film(
@@ -94,41 +95,21 @@ def attach_film(
         >>> attach_film(model, dim=8).layers
         ['1']
     """
-    model = unwrapped(model)
-    _check_bare(model)
-    calls = None if example is None else called(model, example)
-    return _attach(model, "film", _film_layers(model, layers, calls), dim, seed, outputs, calls)
+    model, calls = _opened(model, example)
+    return _attach(model, Signature("film", _film_layers(model, layers, calls), (), seed, dim, "", outputs), calls)
 
 
-def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, calls: Called | None) -> list[str]:
+def _film_layers(model: nn.Module, layers: str | Sequence[str] | None, calls: Called | None) -> tuple[str, ...]:
     """Return the names of the layers that FiLM modulates."""
     usable = {name: each for name, each in model.named_modules() if not is_unused(name) and unusable(each) is None}
     if layers is None:
-        norms = {n: each for n, each in usable.items() if not isinstance(each, (*CONVOLUTIONS, nn.Linear))}
-        if calls is not None:
-            norms = {name: module for name, module in norms.items() if name in calls.names}
-        names = [name for name, module in norms.items() if not scales_alone(module)] or list(norms)
-        if not names:
-            possible = shortened(list(usable)) if usable else "none of its layers has both"
-            other = next((f" that phi can be folded into, as {n!r} {why}" for n, why in _unusable_norms(model)), "")
-            raise AdapterError(
-                f"{type(model).__name__} has no normalisation layer with a weight{other}; name layers to modulate"
-                f" (possible: {possible})"
-            )
+        norms = [n for n, each in usable.items() if is_norm(each) and (calls is None or n in calls.names)]
+        names = [name for name in norms if not scales_alone(usable[name])] or norms
     else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
-        if not patterns:
-            raise AdapterError("layers is empty; name at least one, or leave it out for every normalisation layer")
-        names = matching(patterns, model, usable)
-        refuse_idle(names, calls)
-    return names
-
-
-def _unusable_norms(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of norms that FiLM can't modulate, and why."""
-    for name, module in model.named_modules():
-        if isinstance(module, NORMS) and (why := unusable(module)) is not None:
-            yield name, why
+        names = matching([layers] if isinstance(layers, str) else list(layers), model, usable)
+    if not names:
+        raise AdapterError(f"layers={layers!r} finds no norm with a weight; name some of {shortened(list(usable))}")
+    return tuple(names)
 
 
 def attach_input_bias(
@@ -153,19 +134,13 @@ def attach_input_bias(
     Raises:
         AdapterError, ValueError: As in `attach_film`, for linear layers with a bias.
     """
-    model = unwrapped(model)
-    _check_bare(model)
+    model, calls = _opened(model, example)
     modules = model.named_modules()
     linear = [name for name, each in modules if isinstance(each, nn.Linear) and each.bias is not None]
-    if not linear:
-        raise AdapterError(f"{type(model).__name__} has no linear layer with a bias; use attach_film")
-    if layer is not None and layer not in linear:
-        raise AdapterError(f"no linear layer with a bias is named {layer!r}{nearest(layer, linear)}")
-    calls = None if example is None else called(model, example)
-    first = next((name for name in linear if calls is None or name in calls.names), linear[0])
-    name = first if layer is None else layer
-    refuse_idle([name], calls)
-    return _attach(model, "input_bias", [name], dim, seed, outputs, calls)
+    name = next((each for each in linear if calls is None or each in calls.names), "") if layer is None else layer
+    if name not in linear:
+        raise AdapterError(f"no linear layer with a bias is {layer or 'called'}{nearest(name, linear)}, or attach_film")
+    return _attach(model, Signature("input_bias", (name,), (), seed, dim, "", outputs), calls)
 
 
 def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example: Any = None) -> Adapter:
@@ -185,23 +160,19 @@ def attach_outputs(model: nn.Module, outputs: Outputs | None = None, *, example:
         >>> adapter.dim, adapter.layers
         (3, ['2'])
     """
-    model = unwrapped(model)
-    _check_bare(model)
-    calls = None if example is None else called(model, example)
-    return _attach(model, "outputs", [], 0, 0, Outputs() if outputs is None else outputs, calls)
+    model, calls = _opened(model, example)
+    outputs = Outputs() if outputs is None else outputs
+    return _attach(model, Signature("outputs", (), (), 0, 0, "", outputs), calls)
 
 
-def attach_lora_scales(
-    model: nn.Module, *, adapter_name: str | None = None, outputs: Outputs | None = None, example: Any = None
-) -> Adapter:
+def attach_lora_scales(model: nn.Module, *, outputs: Outputs | None = None, example: Any = None) -> Adapter:
     """Freeze a model that PEFT has adapted by LoRA, and let phi scale the change of each layer: one factor for each.
 
     A layer computes ``W x + (1 + phi_i) s B A x``. `Adapter.merge` folds the factors into LoRA's matrices B, so that
     PEFT's own ``merge_and_unload`` and ``save_pretrained`` take them along.
 
     Args:
-        model: A model of PEFT's, changed in place as by `attach_film`; its LoRA is active and not merged.
-        adapter_name: PEFT's name of the adapter; by default the one that is active.
+        model: A model of PEFT's, changed in place as by `attach_film`; one LoRA is active, and it is not merged.
         outputs: As in `attach_film`.
         example: As in `attach_film`.
 
@@ -214,12 +185,9 @@ def attach_lora_scales(
         >>> attach_lora_scales(model).dim  # doctest: +SKIP
         24
     """
-    model = unwrapped(model)
-    _check_bare(model)
-    names = lora_layers(model, adapter_name)
-    calls = None if example is None else called(model, example)
-    refuse_idle(names, calls)
-    return _attach(model, "lora", names, len(names), 0, outputs, calls)
+    model, calls = _opened(model, example)
+    names = lora_layers(model)
+    return _attach(model, Signature("lora", tuple(names), (), 0, len(names), "", outputs), calls)
 
 
 def attach_mixture(
@@ -263,20 +231,16 @@ def attach_mixture(
         >>> bool((adapter.merge().weight == other.weight).all())
         True
     """
-    model = unwrapped(model)
-    if not isinstance(checkpoints, Sequence) or isinstance(checkpoints, str):
-        raise AdapterError(f"checkpoints must be a list of files or state dicts, not {brief(checkpoints)}")
-    if strange := [each for each in checkpoints if not isinstance(each, str | Path | Mapping)]:
-        remedy = ": give its state_dict()" if isinstance(strange[0], nn.Module) else ""
-        raise AdapterError(f"checkpoints has {brief(strange[0])}; each must be a file or a state dict{remedy}")
+    listed = isinstance(checkpoints, Sequence) and not isinstance(checkpoints, str)
+    if not listed or not all(isinstance(each, str | Path | Mapping) for each in checkpoints):
+        raise AdapterError(f"checkpoints is {brief(checkpoints)}; it must be a list of files or model.state_dict()")
     if film is None and layers is not None:
         raise AdapterError(f"layers={layers!r} are for FiLM; give film=, its number of coordinates, too")
-    check_integer(1, **({} if film is None else {"film": film}))
-    _check_bare(model)
+    check_integer(1, film=1 if film is None else film)
+    model, calls = _opened(model, example)
     states = CheckpointReader(model, entry).to_mix(checkpoints)
-    calls = None if example is None else called(model, example)
-    names = _film_layers(model, layers, calls) if film else []
-    return _attach(model, "mixture", ["", *names], len(states) + (film or 0), seed, outputs, calls, states)
+    names, dim = _film_layers(model, layers, calls) if film else (), len(states) + (film or 0)
+    return _attach(model, Signature("mixture", ("", *names), (), seed, dim, "", outputs), calls, states)
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
@@ -290,67 +254,70 @@ def load_adapter(model: nn.Module, path: str | Path) -> Adapter:
         AdapterError: The model lacks a layer or tensor that the file names, or has one of another shape or type, or has
             an adapter. The model is then as it was.
     """
-    saved, model = read_adapter(path), unwrapped(model)
-    signature, tensors = saved[0].signature, saved[1]
-    outputs = signature.outputs
-    kind: AdapterKind = signature.kind  # type: ignore[assignment]
-    names, modules = list(signature.layers if outputs is None else signature.layers[:-1]), dict(model.named_modules())
-    _check_bare(model)
+    saved, (model, _) = read_adapter(path), _opened(model, None)
+    signature, modules = saved[0].signature, dict(model.named_modules())
+    names = signature.layers if signature.outputs is None else signature.layers[:-1]
+    known = lora_layers(model) if signature.kind == "lora" else list(modules)
     for name in names:
-        if name not in modules:
-            near = nearest(name[:100], [each for each in modules if each])
-            raise AdapterError(f"{path}: {brief(name)} is no layer of the model{near}")
-        why = unusable(modules[name]) if name and kind in ("film", "mixture") else None
-        if why is not None or (kind == "lora" and name not in lora_layers(model)):
-            raise AdapterError(f"{path}: layer {name!r} {why or 'is no matrix of an active LoRA of the model'}")
-    check_tensors(path, {"phi": tensors.get("phi", torch.zeros(0))}, {"phi": [signature.dim]})
-    before = KeptModules(model)
+        if name not in known:
+            raise AdapterError(f"{path}: {brief(name)} is no layer that phi can move here{nearest(name[:100], known)}")
+        if name and signature.kind in ("film", "mixture") and (why := unusable(modules[name])) is not None:
+            raise AdapterError(f"{path}: layer {name!r} {why}")
     try:
         with content_of(path, "adapter"):
-            states = saved_states(floating(model), tensors) if kind == "mixture" else []
-            if kind == "mixture" and not (names[:1] == [""] and 1 <= len(states) <= MOST):
-                raise ValueError(f"it is a mixture, but not of 1 to {MOST} checkpoints")
-            adapter = _attach(model, kind, names, signature.offsets.start, signature.seed, outputs, None, states)
+            states = saved_states(floating(model), saved[1]) if signature.kind == "mixture" else []
+            adapter = _attach(model, replace(signature, layers=names, dim=signature.offsets.start), None, states)
         adapter.take(path, saved)
         return adapter
     except BaseException:
         if hasattr(model, CONTEXT_NAME):
             Adapter(model).remove()
-        before.put_back()
         raise
 
 
-def _attach(
-    model: nn.Module,
-    kind: AdapterKind,
-    names: list[str],
-    dim: int,
-    seed: int,
-    outputs: Outputs | None,
-    calls: Called | None,
-    states: Sequence[Mapping[str, Tensor]] = (),
-) -> Adapter:
-    check_integer(0 if kind == "outputs" else 1, MOST_SIZE, dim=dim)
-    check_integer(0, seed=seed)
-    classes, guessed, layers, layer = 0, False, names, ""
+def _opened(model: nn.Module, example: Any) -> tuple[nn.Module, Called | None]:
+    """Return the model within its wrappers, which must be bare, and what it calls on an example."""
+    inner = unwrapped(model)
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+        # It averages the gradients of those parameters alone that it has found. A search needs none.
+        warnings.warn("to train phi in a loop of your own, attach before DistributedDataParallel", stacklevel=3)
+    hooks = [hook for module in inner.modules() for hook in module._forward_pre_hooks.values()]
+    adapted = any(hook is enter_eval or isinstance(getattr(hook, "__self__", None), Host) for hook in hooks)
+    if adapted or hasattr(inner, CONTEXT_NAME):
+        raise AdapterError(f"{type(inner).__name__} or a model around it has an adapter; remove() or merge() it first")
+    refuse_wrapper(inner)
+    return inner, None if example is None else called(inner, example)
+
+
+def _attach(model: nn.Module, asked: Signature, calls: Called | None, states: States = ()) -> Adapter:
+    """Freeze a bare model, and attach moves of its layers and of its logits; what fails is undone.
+
+    Args:
+        model: The model.
+        asked: What phi is to mean, but for the channels, the generator, the logits' layer and its coordinates.
+        calls: What the model calls on an example; None without one.
+        states: The checkpoints of a mixture.
+    """
+    check_integer(0 if asked.kind == "outputs" else 1, MOST_SIZE, dim=asked.dim)
+    check_integer(0, seed=asked.seed)
+    layers, dim, outputs, guessed = asked.layers, int(asked.dim), asked.outputs, False
+    refuse_idle(list(layers), calls)
     if outputs is not None:
-        guessed = isinstance(outputs, Outputs) and outputs.layer is None and calls is None
-        layer, logits = logits_layer(outputs, model, names, calls)
-        outputs, layers, classes = replace(outputs, layer=layer), [*names, layer], len(weight_of(logits))
-    example = next(iter(floating(model).values())) if kind == "mixture" else weight_of(model.get_submodule(layers[0]))
-    dtype = torch.float64 if example.dtype == torch.float64 else torch.float32
-    moves = [
-        _move(model, kind, name, index, int(dim), seed, dtype, states).to(example.device)
-        for index, name in enumerate(names)
-    ]
+        layer, logits = logits_layer(outputs, model, list(layers), calls)
+        guessed = outputs.layer is None and calls is None
+        layers, outputs = (*layers, layer), replace(outputs, layer=layer)
+    like = next(iter(floating(model).values())) if states else weight_of(model.get_submodule(layers[0]))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    moves = [_move(model, asked, index, dtype, states) for index in range(len(asked.layers))]
+    # Without its checkpoints, the weights of a mixture mean nothing.
+    drawn = f"{GENERATOR}, of checkpoints {fingerprint(dict(moves[0].named_buffers()))}" if states else GENERATOR
     if outputs is not None:
-        moves.append(_offsets(model, layer, outputs, slice(dim, dim + classes)))
-    drawn = GENERATOR
-    if kind == "mixture":
-        drawn += f", of checkpoints {fingerprint(dict(moves[0].named_buffers()))}"  # else phi's weights say nothing
-    size = dim + classes + int(outputs is not None and outputs.temperature)
-    channels = tuple(move.channels for move in moves)
-    means = Signature(kind, tuple(layers), channels, int(seed), int(size), drawn, outputs)
+        classes, keys = len(weight_of(logits)), _keys(model, layer, *["weight"] * outputs.temperature, "bias")
+        if getattr(logits, "bias", None) is None:
+            keys.append(f"{layer}.bias".lstrip("."))  # which it gets
+        moves.append(Offsets(keys, slice(dim, dim + classes), outputs.scale))
+        dim += classes + outputs.temperature
+    means = Signature(asked.kind, layers, tuple(move.channels for move in moves), int(asked.seed), dim, drawn, outputs)
     context = Context(model, moves, means, dtype, guessed)
     context.thawed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     before = KeptModules(model)
@@ -358,7 +325,7 @@ def _attach(
         model.requires_grad_(False)
         context.pins = [pin for module in model.modules() if mode_dependent(module) for pin in pin_to_eval(module)]
         context.host_in(model)
-        model.add_module(CONTEXT_NAME, context.to(example.device))
+        model.add_module(CONTEXT_NAME, context.to(like.device))
         adapter = Adapter(model)
         for parameter in model.parameters():
             parameter.grad = None  # the optimizer that trained the weights would step along what is left
@@ -368,64 +335,31 @@ def _attach(
         raise
 
 
-def _move(
-    model: nn.Module,
-    kind: AdapterKind,
-    name: str,
-    index: int,
-    dim: int,
-    seed: int,
-    dtype: torch.dtype,
-    states: Sequence[Mapping[str, Tensor]],
-) -> Move:
+def _move(model: nn.Module, asked: Signature, index: int, dtype: torch.dtype, states: States) -> Move:
     """Return what phi does to the layer of an index among those that are modulated."""
-    if name == "" and states:
+    if index == 0 and states:
         return Mixture(floating(model), states)
-    layer, rng = model.get_submodule(name), generator(seed, kind if kind != "mixture" else "film", index - bool(states))
+    name, kind, dim = asked.layers[index], asked.kind, int(asked.dim)
+    keys = _keys(model, name, *(["bias"] if kind == "input_bias" else ["weight", "bias"]))
     if kind == "lora":
-        keys = ["weight"] if getattr(layer, "bias", None) is None else ["weight", "bias"]
-        return LoraScale(_keys(model, name, *keys), index)
+        return LoraScale(keys, index)
+    layer, rng = model.get_submodule(name), generator(asked.seed, "film" if states else kind, index - bool(states))
+    matrices = [gaussian(len(weight_of(layer)), dim, dtype, rng) for _ in keys]
     if kind == "input_bias":
-        return InputBias(_keys(model, name, "bias")[0], gaussian(len(weight_of(layer)), dim, dtype, rng))
-    alone = scales_alone(layer)
-    matrices = [gaussian(len(weight_of(layer)), dim, dtype, rng) for _ in range(1 if alone else 2)]
-    for matrix in matrices if states else ():  # of its own coordinates alone, and as large as without the others
+        return InputBias(keys[0], matrices[0])
+    for matrix in matrices:  # of its own coordinates alone, and as large as without a mixture's
         matrix[:, : len(states)] = 0
         matrix.mul_((dim / (dim - len(states))) ** 0.5)
-    keys = _keys(model, name, *(("weight",) if alone else ("weight", "bias")))
-    return Film(keys, matrices[0], None if alone else matrices[1], origin(layer) or 0.0)
-
-
-def _offsets(model: nn.Module, name: str, outputs: Outputs, at: slice) -> Offsets:
-    weight = _keys(model, name, "weight") if outputs.temperature else []
-    bare = getattr(model.get_submodule(name), "bias", None) is None  # it gets one
-    return Offsets(
-        [*weight, f"{name}.bias".lstrip(".")] if bare else [*weight, *_keys(model, name, "bias")], at, outputs.scale
-    )
+    return Film(keys, matrices[0], matrices[1] if len(keys) > 1 else None, origin(layer) or 0.0)
 
 
 def _keys(model: nn.Module, name: str, *tensors: str) -> list[str]:
-    """Return the names of a layer's tensors, which phi is to move."""
-    for own in tensors:
+    """Return the names of those of a layer's tensors that it has, which phi is to move."""
+    found = [own for own in tensors if getattr(model.get_submodule(name), own, None) is not None]
+    for own in found:
         if (why := unmovable(model, name, own)) is not None:
             raise AdapterError(why)
-    return [f"{name}.{own}".lstrip(".") for own in tensors]
-
-
-def _check_bare(model: nn.Module) -> None:
-    if hasattr(model, CONTEXT_NAME) or any(map(_adapted, model.modules())):
-        raise AdapterError(
-            f"{type(model).__name__} has an adapter already, or is part of a model that has one; remove() or merge() it"
-            " first"
-        )
-    refuse_wrapper(model)
-
-
-def _adapted(module: nn.Module) -> bool:
-    """Whether an adapter acts on a module: its phi, a host or a pinned mode is there."""
-    hooks = module._forward_pre_hooks.values()
-    hosted = any(each is enter_eval or isinstance(getattr(each, "__self__", None), Host) for each in hooks)
-    return hosted or isinstance(module, Context)
+    return [f"{name}.{own}".lstrip(".") for own in found]
 
 
 FILM = partial(attach_film, dim=32)  # numbers that suit 60 to 300 queries

@@ -10,16 +10,15 @@ from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.words import shortened
 
 
-def lora_layers(model: nn.Module, adapter_name: str | None = None) -> list[str]:
+def lora_layers(model: nn.Module) -> list[str]:
     """Return the names of the matrices B of the layers that PEFT has adapted by LoRA, one for each.
 
     Args:
         model: A model of PEFT's, or one with layers of its.
-        adapter_name: PEFT's name of the adapter; None for the one that is active.
 
     Raises:
-        AdapterError: There is none, or another is active, or several are; they are merged already; or a factor on B
-            can't be merged, as with DoRA.
+        AdapterError: There is none, or several adapters are active; they are merged already; or a factor on B can't be
+            merged, as with DoRA.
     """
     layers = dict(adapted_layers(model))
     if not layers:
@@ -27,25 +26,19 @@ def lora_layers(model: nn.Module, adapter_name: str | None = None) -> list[str]:
             f"{type(model).__name__} has no layer that PEFT has adapted by LoRA; use peft.get_peft_model, or load the"
             " adapter by PeftModel.from_pretrained, without merging it"
         )
-    active = {each for layer in layers.values() for each in layer.active_adapters}
-    known = {each for layer in layers.values() for each in _names(layer)}
-    name = adapter_name if adapter_name is not None else next(iter(sorted(active)), None)
-    if name not in known or active != {name}:
-        raise AdapterError(
-            f"adapter_name is {adapter_name!r}; the model has {shortened(sorted(known))}, of which"
-            f" {shortened(sorted(active)) if active else 'none'} acts: set one by model.set_adapter(name)"
-        )
-    found, without = list[str](), list[str]()
-    for where, layer in layers.items():
-        if name in _names(layer):
-            _check(where, layer, name)
-            matrix = f"{where}.lora_B.{name}" if where else f"lora_B.{name}"
-            (found if name in layer.lora_B else without).append(matrix)
+    active = sorted({each for layer in layers.values() for each in layer.active_adapters})
+    if len(active) != 1:
+        raise AdapterError(f"PEFT's active adapters are {active}; set one by model.set_adapter(name)")
+    name = active[0]
+    adapted = {where: layer for where, layer in layers.items() if name in layer.scaling}
+    for where, layer in adapted.items():
+        _check(where, layer, name)
+    found = [f"{where}.lora_B.{name}".lstrip(".") for where, layer in adapted.items() if name in layer.lora_B]
     if not found:
-        raise AdapterError(f"adapter {name!r} changes embeddings alone, whose LoRA has no layer that a factor acts on")
-    if without:
+        raise AdapterError(f"adapter {name!r} changes embeddings at most, whose LoRA has no layer for a factor")
+    if without := [where for where, layer in adapted.items() if name not in layer.lora_B]:
         warnings.warn(
-            f"phi has no factor for LoRA of embeddings ({shortened(without)}), which stays as it is", stacklevel=4
+            f"phi has no factor for LoRA of embeddings ({shortened(without)}), which stays as it is", stacklevel=3
         )
     return found
 
@@ -58,17 +51,12 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _names(layer: Any) -> set[str]:
-    return {*layer.lora_B.keys(), *layer.lora_embedding_B.keys()}
-
-
-def _check(where: str, layer: Any, name: str) -> None:
+def _check(where: str, layer: Any, adapter: str) -> None:
     """Refuse a layer on which a factor would do nothing, or could not be merged."""
-    if layer.merged:
-        raise AdapterError(f"LoRA of {where!r} is merged into its layer already; call model.unmerge_adapter() first")
-    if layer.disable_adapters:
-        raise AdapterError(f"LoRA of {where!r} is disabled; call model.enable_adapter_layers() first")
-    variants = getattr(layer, "lora_variant", {})
-    if name in variants or name in layer.lora_magnitude_vector:
-        kind = type(variants[name]).__name__ if name in variants else "DoRA"
-        raise AdapterError(f"LoRA of {where!r} is a variant ({kind}), in which a factor on B is not a factor on all")
+    if layer.merged or layer.disable_adapters:
+        raise AdapterError(
+            f"LoRA of {where!r} is {'merged' if layer.merged else 'disabled'}; call model.unmerge_adapter() or"
+            " model.enable_adapter_layers() first"
+        )
+    if adapter in getattr(layer, "lora_variant", {}) or adapter in layer.lora_magnitude_vector:
+        raise AdapterError(f"LoRA of {where!r} is a variant as DoRA is, in which a factor on B is not a factor on all")

@@ -1,86 +1,55 @@
 """What wraps a model, and what its layers would be called without that."""
 
-import warnings
-from collections.abc import Mapping
+import re
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, shortened
 
 COMPILED = "OptimizedModule"  # what torch.compile returns; named, because its class takes long to import
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-# Parts of a module's name that a wrapper has put there, and further ones that PEFT puts before or after.
-WRAPPERS = ("module", "_orig_mod", "base_layer")
-PEFT_MODEL, PEFT_COPY, UNUSED = "base_model.model.", "modules_to_save", "original_module"
+# What divides weights among processes; named, because importing it takes long.
+DIVIDING = {"FullyShardedDataParallel", "FSDPModule"}
+
+# Parts of a module's name that a wrapper has put there, PEFT's with the adapter's name.
+WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|base_layer|modules_to_save(\.[^.]+)?)(?=\.|$)")
 
 
-def unwrapped(model: nn.Module, *, searched: bool = False) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model within DataParallel, DistributedDataParallel and torch.compile: they run it as it is by then.
-
-    A UserWarning says that a DistributedDataParallel which is there already does not average phi's gradients.
-
-    Args:
-        model: The model.
-        searched: Whether phi is searched for, and never trained by gradients, so that there is nothing to warn of.
 
     Raises:
         AdapterError: It is no model whose layers can be modulated: no module, one of TorchScript, or one with weights
             that are not there yet, were made in inference mode, or are divided among processes.
     """
-    _refuse_others(model)
-    while True:
-        if isinstance(model, PARALLEL):
-            if isinstance(model, nn.parallel.DistributedDataParallel) and not searched:
-                warnings.warn(
-                    "DistributedDataParallel was made before phi, whose gradients it does not average: that makes no"
-                    " difference to a search; to train phi in a loop of your own, attach first and wrap then",
-                    stacklevel=3,
-                )
-            model = model.module
-        elif type(model).__name__ == COMPILED:
-            inner = model._orig_mod
-            assert isinstance(inner, nn.Module)
-            model = inner
-        else:
-            return model
-
-
-def _refuse_others(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        state = "; build the model and load this state dict into it" if isinstance(model, Mapping) else ""
-        raise AdapterError(f"model is {brief(model)}; it must be a torch.nn.Module{state}")
-    if strange := _strange_in(model):
-        raise AdapterError(
-            f"{type(model).__name__} has {strange}, which phi can't act on; build the plain model, whose layers and"
-            " weights are all there (a lazy layer's are after a batch), load the trained weights into it, and tune that"
-        )
-
-
-def _strange_in(model: nn.Module) -> str:
-    """Name what a model has in place of ordinary layers and whole weights; empty if that is nothing.
-
-    What divides weights among processes is known by its marks, as importing it takes long.
-    """
-    if isinstance(model, torch.jit.ScriptModule):
-        return "compiled layers, of TorchScript"
+        raise AdapterError(f"model is {brief(model)}; it must be a torch.nn.Module, into which a state dict is loaded")
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
-        return "weights that FSDP divides"
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            return f"{name} without a shape, of a lazy layer"
-        if isinstance(tensor, nn.Parameter):  # a buffer may be made anew by a forward pass
-            if tensor.is_inference():
-                return f"{name} of torch.inference_mode"
-            if hasattr(tensor, "ds_id") or "DTensor" in (type(tensor).__name__, type(tensor.data).__name__):
-                return f"{name} divided among processes"
-    return ""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    strange = [*sorted(kinds & DIVIDING), *(name for name, tensor in tensors if _is_elsewhere(tensor))]
+    if isinstance(model, torch.jit.ScriptModule) or strange:
+        raise AdapterError(
+            f"phi can't act on {shortened(strange or [type(model).__name__])}, which is of TorchScript, lazy, of"
+            " torch.inference_mode or divided among processes; build the plain model, whose weights are all there (a"
+            " lazy layer's are after a batch), load the trained ones into it, and tune that"
+        )
+    while isinstance(model, PARALLEL) or type(model).__name__ == COMPILED:
+        model = model.get_submodule("module" if isinstance(model, PARALLEL) else "_orig_mod")
+    return model
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a weight is not there yet, can't be changed here, or is divided among processes."""
+    if not isinstance(tensor, nn.Parameter):  # a buffer may be made anew by a forward pass
+        return is_lazy(tensor)
+    if is_lazy(tensor) or tensor.is_inference() or hasattr(tensor, "ds_id"):
+        return True
+    return "DTensor" in (type(tensor).__name__, type(tensor.data).__name__)
 
 
 def bare_name(name: str) -> str:
@@ -90,17 +59,9 @@ def bare_name(name: str) -> str:
         >>> bare_name("trunk.module.bn2"), bare_name("base_model.model.bert.classifier.modules_to_save.default")
         ('trunk.bn2', 'bert.classifier')
     """
-    parts = name.removeprefix(PEFT_MODEL).split(".")
-    kept = []
-    while parts:
-        part = parts.pop(0)
-        if part == PEFT_COPY:
-            parts = parts[1:]  # the adapter's name
-        elif part not in WRAPPERS:
-            kept.append(part)
-    return ".".join(kept)
+    return WRAPPERS.sub("", name.removeprefix("base_model.model.")).lstrip(".")
 
 
 def is_unused(name: str) -> bool:
     """Whether a module is one that PEFT keeps beside the copy of it which is in use."""
-    return UNUSED in name.split(".")
+    return "original_module" in name.split(".")

@@ -110,7 +110,7 @@ def tune_trainer(
     judge = _Evaluation(trainer, name, _judged_on(trainer, eval_dataset), seed)
     loader = trainer.get_train_dataloader()
     drawn = loader_batches(loader, trainer.args.train_batch_size)
-    model = unwrapped(trainer.model, searched=True)
+    model = unwrapped(trainer.model)
     higher = _maximize(trainer, name) if maximize is None else maximize
     before = KeptModules(model)
     try:

@@ -101,7 +101,7 @@ def tune_model(
     """
     if several():
         options = in_step(options)
-    inner = unwrapped(model, searched=True)
+    inner = unwrapped(model)
     drawn, device = loader_batches(loader), next(inner.parameters()).device
     name = name or name_of(metric)
     higher = direction(name, maximize)

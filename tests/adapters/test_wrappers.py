@@ -35,7 +35,7 @@ def test_what_has_no_layers_to_modulate_is_refused(make: Callable[[], Any], name
     assert_refused(lambda: attach_film(make(), dim=2), AdapterError, *names)
 
 
-def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_which_each_process_has_a_part_is_refused_and_a_whole_one_has_a_warning(tmp_path: Path) -> None:
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -45,6 +45,8 @@ def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> 
         split = Net()
         split.norm.weight = nn.Parameter(distribute_tensor(split.norm.weight, init_device_mesh("cpu", (1,))))
         assert_refused(lambda: attach_film(split, dim=2), AdapterError, "norm.weight", "divided")
+        whole = nn.parallel.DistributedDataParallel(Net())
+        assert_warned(lambda: attach_film(whole, dim=2), "DistributedDataParallel", "before")
     finally:
         distributed.destroy_process_group()
 
