@@ -1,6 +1,6 @@
 """What a model may hold beyond its base, the weights that it was trained to: a phi, and tensors in place of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.runtime.identity import fingerprint
-from metricopt_ext.utils.checks import check_finite
+from metricopt_ext.utils.checks import check_above, check_finite
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief
 
@@ -35,21 +35,18 @@ class Start:
         Raises:
             TypeError: phi is no tensor of real numbers, or the others are no dicts.
         """
-        if not isinstance(self.phi, Tensor):
-            raise TypeError(f"phi is {brief(self.phi)}; it must be a tensor, torch.as_tensor(phi)")
-        if self.phi.is_complex() or self.phi.dtype == torch.bool:
-            raise TypeError(f"phi is of type {self.phi.dtype}; it must be of floating numbers, phi.float()")
+        if not isinstance(self.phi, Tensor) or self.phi.is_complex() or self.phi.dtype == torch.bool:
+            raise TypeError(f"phi is {brief(self.phi)}; it must be a tensor of real numbers, torch.as_tensor(phi)")
         if not self.phi.is_floating_point():
             object.__setattr__(self, "phi", self.phi.float())  # so that it can lie on a line
-        for name in ("tensors", "settings"):
-            if not isinstance(given := getattr(self, name), Mapping):
-                raise TypeError(f"{name} are {brief(given)}; they must be a dict by name")
+        if not isinstance(self.tensors, Mapping) or not isinstance(self.settings, Mapping):
+            raise TypeError(f"tensors or settings are no dict by name: {brief(self.tensors)}, {brief(self.settings)}")
 
     def of_the_same(self, other: "Start") -> bool:
         """Whether two starts differ in phi alone: in neither tensors nor settings."""
         mine, theirs = self.tensors, other.tensors
         same = mine.keys() == theirs.keys() and all(same_bits(value, theirs[name]) for name, value in mine.items())
-        return same and dict(self.settings) == dict(other.settings)
+        return same and self.settings == other.settings
 
     def is_same_model(self, other: "Start", base: Mapping[str, Tensor]) -> bool:
         """Whether two starts make the same model with the same settings, whatever it counts.
@@ -59,9 +56,9 @@ class Start:
             base: What a start does not replace, by name (`Adapter.base_state_dict`).
         """
         names = [name for name in {**self.tensors, **other.tensors} if base[name].is_floating_point()]
-        pairs = [(start.tensors.get(name, base[name]) for start in (self, other)) for name in names]
-        same = all(torch.equal(a.to(b), b) for a, b in ((self.phi, other.phi), *pairs))
-        return same and dict(self.settings) == dict(other.settings)
+        mine, theirs = ([each.phi, *(each.tensors.get(name, base[name]) for name in names)] for each in (self, other))
+        same = all(torch.equal(a.to(b), b) for a, b in zip(mine, theirs, strict=True))
+        return same and self.settings == other.settings
 
     @property
     def digest(self) -> str:
@@ -99,16 +96,11 @@ class StartLine:
         """Check the interval, and set what is asked first."""
         if not callable(self.at):
             raise TypeError(f"at is {brief(self.at)}; it must be a function of t that returns a Start")
-        check_finite(low=self.low, high=self.high)
-        if not self.low < self.high:
-            raise ValueError(f"a line from {self.low} to {self.high} is empty; the least t comes first")
-        quarter = (self.high - self.low) / 4
-        if isinstance(self.first, str) or not isinstance(self.first, Sequence):
-            raise ValueError(f"first is {brief(self.first)}; it must be several t, e.g. (0.5, 1.0)")
-        check_finite(**{f"first[{number}]": t for number, t in enumerate(self.first)})
-        first = tuple(self.first) or tuple(self.low + each * quarter for each in (2, 1, 3))
-        if outside := [t for t in first if not self.low <= t <= self.high]:
-            raise ValueError(f"first has {outside[0]}, which is not from {self.low} to {self.high}")
+        check_finite(low=self.low, **{f"first[{index}]": t for index, t in enumerate(self.first)})
+        check_above(self.low, high=self.high)
+        first = tuple(self.first) or tuple(self.low + each * (self.high - self.low) / 4 for each in (2, 1, 3))
+        if min(first) < self.low or max(first) > self.high:
+            raise ValueError(f"first is {first}; each must be from {self.low} to {self.high}")
         object.__setattr__(self, "first", first)
 
     @property
@@ -123,11 +115,8 @@ class StartLine:
             AdapterError: It does not.
         """
         first, again = (self.at(self.low) for _ in range(2))
-        for each in (first, again):
-            if not isinstance(each, Start):
-                raise AdapterError(f"at({self.low}) returned {brief(each)}; it must return a Start")
-        if first.digest != again.digest or not first.of_the_same(again):
-            raise AdapterError(f"at({self.low}) returned two different starts; it must return the same for one t")
+        if not isinstance(first, Start) or first.digest != again.digest or not first.of_the_same(again):
+            raise AdapterError(f"at({self.low}) returned {brief(first)}; it must return a Start, the same each time")
 
     def through(self, start: Start) -> "StartLine":
         """Return the line from another start: its phi is added, and what the line does not replace stays as there.
@@ -137,11 +126,6 @@ class StartLine:
 
         def at(t: float) -> Start:
             own = self.at(t)
-            return replace(
-                own,
-                phi=start.phi + own.phi,
-                tensors={**start.tensors, **own.tensors},
-                settings={**start.settings, **own.settings},
-            )
+            return Start(start.phi + own.phi, {**start.tensors, **own.tensors}, {**start.settings, **own.settings})
 
         return replace(self, at=at)
