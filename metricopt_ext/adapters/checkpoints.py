@@ -1,10 +1,8 @@
 """Checkpoints of any framework as tensors under the names that a model has, for soups and mixtures of them."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +12,23 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.lora import adapted_layers
-from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError, FileFormatError
 from metricopt_ext.utils.checkpoint_file import CheckpointFile, packed_in, read_checkpoint
 from metricopt_ext.utils.files import content_of, parse_json
-from metricopt_ext.utils.state_dict import state_dict_in
 from metricopt_ext.utils.tensor_names import UNTRAINED, names_in_model
 from metricopt_ext.utils.weights import has_mean, same_bits
 from metricopt_ext.utils.words import brief, counted, shortened
 
-INDEX = ".index.json"
-WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's, or with INDEX if it has shards
+WHOLE = ("model.safetensors", "pytorch_model.bin")  # of a folder of Hugging Face's
 
 MOST = 8  # checkpoints of a mixture
 
-NO_TENSOR = "is no tensor, as of a quantized layer, and has no mean; use the models before quantization"
-
 
 class CheckpointReader:
-    """Reads checkpoints as the tensors of a model without an adapter, and makes starts of such tensors.
+    """Reads checkpoints as the tensors of a model without an adapter.
 
     Args:
-        model: The model, with an adapter or without; or a checkpoint of it, which makes no starts.
+        model: The model, with an adapter or without, or a checkpoint of it.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
     Raises:
@@ -44,21 +37,20 @@ class CheckpointReader:
     """
 
     def __init__(self, model: nn.Module | CheckpointFile, entry: str | None = None) -> None:
-        if isinstance(model, nn.Module) and (lora := next(adapted_layers(model), None)) is not None:
-            raise AdapterError(
-                f"LoRA of {lora[0]!r} is not merged, and a mean of its matrices says nothing; merge the model and each"
-                " checkpoint first, model.merge_and_unload(), and save that"
-            )
-        self.model, self.entry = model, entry
+        self.entry = entry
         state: Mapping[str, Any]
         if isinstance(model, CheckpointFile):
             state, packed = {key: model.tensor(key) for key in model.shapes}, model.packed
-            self._tied = {key: model.aliases(key)[0] for key in state}
+            self._first = {key: model.aliases(key)[0] for key in state}
         else:
+            if (lora := next(adapted_layers(model), None)) is not None:
+                raise AdapterError(f"LoRA of {lora[0]!r} has no mean; merge_and_unload() the model and all checkpoints")
             state = Adapter(model).base_state_dict() if hasattr(model, CONTEXT_NAME) else model.state_dict()
-            packed, self._tied = packed_in(state), _tied(model)
+            packed, names = packed_in(state), dict[int, str]()
+            every = model.state_dict(keep_vars=True)
+            self._first = {name: names.setdefault(id(each), name) for name, each in every.items()}
         if packed:
-            raise AdapterError(f"the model's {brief(packed[0])} {NO_TENSOR}")
+            raise AdapterError(f"the model's {brief(packed[0])} has no mean; use the models before quantization")
         self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.floating = [name for name, each in self.base.items() if has_mean(each)]
 
@@ -66,7 +58,7 @@ class CheckpointReader:
         """Return copies of a checkpoint's tensors, by the model's names, on the CPU; of tied ones the first alone.
 
         Args:
-            checkpoint: A file, a folder, a state dict, or what a file of torch holds with that in an entry.
+            checkpoint: A file, a folder or a state dict.
             name: What messages call a state dict.
 
         Raises:
@@ -75,24 +67,17 @@ class CheckpointReader:
                 the message has the file and the tensor.
             FileFormatError: It is damaged, or holds more than tensors, numbers and text.
         """
-        given: dict[str, Callable[[], Tensor]]
         if isinstance(checkpoint, Mapping):
-            if not any(isinstance(value, Tensor) for value in checkpoint.values()):  # a whole file's content
-                checkpoint = state_dict_in(Path(name), dict(checkpoint), self.entry, "entry")[1]
-            packed = packed_in(checkpoint)
-            given = {key: partial(_copy, each) for key, each in checkpoint.items() if isinstance(each, Tensor)}
+            given = {key: each.detach().cpu().clone() for key, each in checkpoint.items() if isinstance(each, Tensor)}
         else:
             name, files = str(checkpoint), [self._opened(file) for file in files_of(checkpoint)]
-            packed = [key for file in files for key in file.packed]
-            given = {key: partial(file.tensor, key) for file in files for key in file.shapes}
-        if packed:
-            raise DataError(f"{name}: {brief(packed[0])} {NO_TENSOR}")
+            given = {key: file.tensor(key) for file in files for key in file.shapes}
         state: dict[str, Tensor] = {}
         for key, own in self._names(name, given).items():
-            value = given[key]()
+            value = given[key]
             if misfit := _misfit(value, self.base[own]):
                 raise DataError(f"{name}: {brief(key)} {misfit}")
-            if not same_bits(state.setdefault(self._tied.get(own, own), value), value):
+            if not same_bits(state.setdefault(self._first[own], value), value):
                 raise DataError(f"{name}: {brief(key)} is not the same tensor as others are that it is tied to here")
         return state
 
@@ -110,10 +95,9 @@ class CheckpointReader:
         read = names_in_model(keys, self.base)
         if unknown := [key for key, name in read.names.items() if name not in self.base]:
             raise DataError(f"{file} has {shortened(unknown)}, which the model has not; leave this file out")
-        found = {self._tied.get(name, name) for name in read.names.values()}
-        needed = (name for name in self.base if not name.endswith(UNTRAINED))
-        if missing := [name for name in needed if self._tied.get(name, name) not in found]:
-            raise DataError(f"{file} lacks {shortened(missing)}; it is no checkpoint of the whole model")
+        found = {self._first[name] for name in read.names.values()}
+        if missing := [each for each in self.base if self._first[each] not in found and not each.endswith(UNTRAINED)]:
+            raise DataError(f"{file} lacks {shortened(missing)}; it is no checkpoint of the whole, unquantized model")
         if read.left_out:
             what = counted(len(read.left_out), "tensor")
             warnings.warn(f"{file}: {what} beside the model left out: {shortened(read.left_out)}", stacklevel=4)
@@ -124,22 +108,15 @@ class CheckpointReader:
         cast = ((name, value.to(self.base[name].dtype)) for name, value in values.items())
         return {name: value for name, value in cast if not same_bits(self.base[name], value)}
 
-    def start(self, values: Mapping[str, Tensor]) -> Start:
-        """Return the start at phi = 0 of the model's adapter with `replaced`."""
-        assert isinstance(self.model, nn.Module)
-        return Start(torch.zeros_like(Adapter(self.model).phi.detach()), self.replaced(values))
-
     def to_mix(self, checkpoints: Sequence[str | Path | Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Return what of checkpoints, files or state dicts, a mixture takes: floating tensors other than the model's.
 
         Raises:
-            AdapterError: There are none or more than eight, two are of one model, or nothing of the model can be mixed.
+            AdapterError: There are none or more than eight, or two are of one model, or of this one.
             DataError: As from `read`.
         """
         if not 1 <= len(checkpoints) <= MOST:
             raise AdapterError(f"{counted(len(checkpoints), 'checkpoint')} can't be mixed in; give 1 to {MOST}")
-        if not self.floating:
-            raise AdapterError("the model has no floating numbers in its state dict, of which there are mixtures")
         known: dict[str, dict[str, Tensor]] = {"the model": {}}
         for number, each in enumerate(checkpoints):
             name = f"checkpoint {number}" if isinstance(each, Mapping) else str(each)
@@ -159,52 +136,29 @@ def files_of(path: Path) -> list[Path]:
         DataError: There is no such file, or the folder has none that is known.
         FileFormatError: The folder's list of files can't be read.
     """
-    if not path.is_dir():
-        if not path.exists():
-            raise DataError(f"{path}: there is no such file or folder")
-        return [path]
     for name in WHOLE:
-        if (index := path / f"{name}{INDEX}").is_file():
+        if (index := path / f"{name}.index.json").is_file():  # of shards
             with content_of(index, "files by tensor in weight_map"):
                 names = sorted({str(each) for each in parse_json(index.read_bytes())["weight_map"].values()})
             if any(Path(each).name != each for each in names):
                 raise FileFormatError(f"{index} names files outside its folder: {shortened(names)}")
             return [path / each for each in names]
-    found = [path / name for name in WHOLE if (path / name).is_file()]
+    found = [file for file in (path, *(path / name for name in WHOLE)) if file.is_file()]
     if not found:
         raise DataError(
-            f"{path} is a folder without {', '.join(WHOLE)}; name the checkpoint's file, or merge PEFT's adapter into"
-            " its model and save that"
+            f"{path} is neither a file nor a folder with {' or '.join(WHOLE)}; name the checkpoint's file, or merge"
+            " PEFT's adapter into its model and save that"
         )
     return found[:1]
 
 
 def _misfit(value: Tensor, own: Tensor) -> str:
     """Return why a tensor can't be averaged with the model's own; empty if it can, or if it is a count or an index."""
-    if value.shape != own.shape:
-        return f"has shape {tuple(value.shape)}, the model's {tuple(own.shape)}"
-    if value.dtype != own.dtype:
-        return f"has type {value.dtype}, the model's {own.dtype}; convert it first"
+    if value.shape != own.shape or value.dtype != own.dtype:
+        return f"is {tuple(value.shape)}, {value.dtype}; it must be {tuple(own.shape)}, {own.dtype}"
     if not has_mean(value):
-        if value.dtype == torch.int64 or value.numel() <= 1 or same_bits(value, own):
-            return ""
-        return (
-            f"differs from the model's, and numbers of type {value.dtype} have no mean; convert the model and all files"
-            " to floating numbers, as before quantization"
-        )
-    if bool(value.isnan().any()):
-        return "has NaN; leave this file out"
-    if not torch.equal(value.where(value.isinf(), 0), own.where(own.isinf(), 0).detach().cpu()):
-        return "is infinite elsewhere than the model's, of which there is no mean; leave this file out"
+        free = value.dtype == torch.int64 or value.numel() <= 1 or same_bits(value, own)
+        return "" if free else f"differs from the model's, and {value.dtype} has no mean; use floating numbers"
+    if not torch.equal(value.where(~value.isfinite(), 0), own.where(own.isinf(), 0).detach().cpu()):
+        return "has NaN, or is infinite elsewhere than the model's; leave this file out"
     return ""
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter and buffer, by all of its names."""
-    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in every}

@@ -136,7 +136,7 @@ class _Soup:
 
     Args:
         task: The task.
-        reader: Reads files, and makes starts.
+        reader: Reads files.
         files: The files.
         recalibrate: Inputs for BatchNorm's statistics, or None.
     """
@@ -156,11 +156,11 @@ class _Soup:
             state = self.reader.read(file)
             if (known := self.digests.setdefault(fingerprint(state), file)) is not file:
                 warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
-            if (loss := self._loss(self.reader.start(state))) is not None:
+            if (loss := self._loss(self._start(state))) is not None:
                 self.losses[file] = loss
             mean.add(state)
             del state  # before the next one is read
-        plain_average = self.reader.start(mean.of())
+        plain_average = self._start(mean.of())
         found = self._recalibrated(plain_average)
         self._check_basin([plain_average, found] if self.inputs is not None else [found])
         return found
@@ -170,7 +170,7 @@ class _Soup:
         mean, best, kept = Mean(self.reader.floating), float("inf"), None
         for file in sorted(self.files, key=lambda file: self.losses.get(file, 0.0)):
             state = self.reader.read(file)
-            start = self._recalibrated(self.reader.start(mean.of(state)))
+            start = self._recalibrated(self._start(mean.of(state)))
             cost = self.task.evaluate(start, "soups").cost
             if kept is None or cost <= best:
                 best, kept = cost, start
@@ -178,6 +178,9 @@ class _Soup:
             del state
         assert kept is not None
         return kept
+
+    def _start(self, values: Mapping[str, Tensor]) -> Start:
+        return Start(self.task.origin(), self.reader.replaced(values))
 
     def _loss(self, start: Start) -> float | None:
         with self.task.adapter.applied(start):

@@ -14,6 +14,7 @@ from helpers.refusals import assert_refused, having
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.adapters.checkpoints import CheckpointReader, files_of
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, DataError
 
 
@@ -81,12 +82,11 @@ MISFITS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["plain", "safetensors"])
 @pytest.mark.parametrize("misfit", list(MISFITS))
-def test_what_does_not_fit_is_refused_with_file_and_key(misfit: str, kind: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_file_and_key(misfit: str, tmp_path: Path) -> None:
     state, (change, names) = state_of(1), MISFITS[misfit]
     change(state)
-    path = written(kind, tmp_path, state)
+    path = written("plain", tmp_path, state)
     assert_refused(lambda: CheckpointReader(adapter_of().model).read(path), DataError, path.name, *names)
 
 
@@ -116,12 +116,12 @@ class Tied(nn.Module):
 def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, state = Tied(), Tied().state_dict()
-    reader = CheckpointReader(attach_film(model, ["norm"], dim=2).model)
+    adapter = attach_film(model, ["norm"], dim=2)
+    reader = CheckpointReader(adapter.model)
     once = {name: value.clone() for name, value in state.items() if name != "head.weight"}
     for name, content in {"once.pth": once, "twice.pth": state}.items():
         torch.save(content, tmp_path / name)
-        start = reader.start(reader.read(tmp_path / name))
-        with Adapter(reader.model).applied(start):
+        with adapter.applied(Start(torch.zeros(2), reader.replaced(reader.read(tmp_path / name)))):
             assert torch.equal(model.head.weight, state["words.weight"])
     torch.save({**once, "head.weight": torch.ones(7, 4)}, tmp_path / "untied.pth")
     assert_refused(lambda: reader.read(tmp_path / "untied.pth"), DataError, "untied.pth")
@@ -144,3 +144,17 @@ def test_weights_of_a_type_without_a_mean_must_be_the_model_s() -> None:
     assert_refused(lambda: reader.read(other, "other"), DataError, "quantized", "int8")
     same = {**other, "quantized": quantized(0).state_dict()["quantized"]}
     assert "quantized" in reader.read(same, "other")
+
+
+class Quantized(nn.Module):
+    """Packs its tensors in the state dict, as torch's quantized layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}packed"] = (torch.ones(2, 2), None)
+
+
+def test_what_is_quantized_is_refused() -> None:
+    model = nn.Sequential(Quantized())
+    assert_refused(lambda: CheckpointReader(model), AdapterError, "0.packed")
+    reader = CheckpointReader(nn.Sequential(nn.Linear(2, 2)))
+    assert_refused(lambda: reader.read(model.state_dict(), "other"), DataError, "other", "0.weight", "unquantized")
