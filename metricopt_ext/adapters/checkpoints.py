@@ -31,6 +31,10 @@ class CheckpointReader:
         model: The model, with an adapter or without, or a checkpoint of it.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
 
+    Attributes:
+        base: The model's tensors, by name.
+        floating: Names of those that have a mean; of tied ones the first alone.
+
     Raises:
         AdapterError: The model has layers that PEFT has adapted by LoRA, of whose matrices a mean says nothing; or
             weights that are no tensors, as quantized layers have.
@@ -52,7 +56,7 @@ class CheckpointReader:
         if packed:
             raise AdapterError(f"the model's {brief(packed[0])} has no mean; use the models before quantization")
         self.base = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self.floating = [name for name, each in self.base.items() if has_mean(each)]
+        self.floating = [name for name, each in self.base.items() if has_mean(each) and self._first[name] == name]
 
     def read(self, checkpoint: Path | Mapping[str, Any], name: str = "") -> dict[str, Tensor]:
         """Return copies of a checkpoint's tensors, by the model's names, on the CPU; of tied ones the first alone.

@@ -1,10 +1,9 @@
 """What phi moves of a checkpoint whose model is not at hand: the norms that its tensors' names tell, or a mixture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +14,14 @@ from metricopt_ext.adapters.context import CONTEXT_NAME, Context
 from metricopt_ext.adapters.moves import Film, Mixture, Move, Offsets, gaussian, moved
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.errors import AdapterError, ConfigError
-from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
+from metricopt_ext.runtime.identity import fingerprint
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.weights import has_mean
 from metricopt_ext.utils.words import brief, nearest, shortened
 
-OFFSETS, MIXED = "offsets", "weight in the mixture"  # kinds of parts besides norms
-
 # Logits per unit of an offset's coordinate. At the 2% by which the norms are moved first, offsets are 0.2 logits.
 LOGITS = 10.0
-
-GENERATOR = "normal/1, shifts by the weights"  # of the matrices; see `moves.GENERATOR`
 
 
 class Part(NamedTuple):
@@ -50,37 +45,37 @@ class FileMoves:
 
     Args:
         file: The checkpoint, phi = 0.
-        parts: What moves, the bias that gets offsets last if there is one.
-        moves: How, but for the offsets.
+        parts: What moves, but for the offsets.
+        moves: How.
         dim: Number of phi's coordinates before the offsets.
+        bias: The key of a bias that gets offsets, or None.
 
     Attributes:
+        others: The files that are mixed in.
         base: The tensors that move, by key, at phi = 0.
         adapter: Holds phi for a search, of no model.
+
+    Raises:
+        AdapterError: The key is no bias.
     """
 
-    def __init__(self, file: CheckpointFile, parts: Sequence[Part], moves: Sequence[Move], dim: int) -> None:
-        self.parts, self.moves = list(parts), list(moves)
+    def __init__(self, file: CheckpointFile, parts: list[Part], moves: list[Move], dim: int, bias: str | None) -> None:
+        self.parts, self.moves = parts, moves
+        self.others = [Path(part.name) for part in parts if not part.keys]
         outputs, channels = None, tuple[int, ...]()
-        if self.parts[-1].kind == OFFSETS:
-            _, _, (key,), classes = self.parts[-1]
-            outputs, channels = Outputs(key, LOGITS), (classes,)
-            self.moves.append(Offsets(file.aliases(key)[:1], slice(dim, dim + classes), LOGITS))
-        self.others = [Path(part.name) for part in self.parts if part.kind == MIXED]
-        self.base = {key: file.tensor(key) for move in self.moves for key in move.keys}
-        matrices = dict(nn.ModuleList(self.moves).named_buffers())
-        drawn = f"{GENERATOR}, of {fingerprint(self.base | matrices)}"  # else f would fit any file's phi
+        if bias is not None:
+            if bias not in (vectors := _vectors(file)):
+                raise AdapterError(f"--offsets {brief(bias)} is no vector of {file.path}{nearest(bias, [*vectors])}")
+            outputs, channels = Outputs(bias, LOGITS), vectors[bias]
+            parts.append(Part(bias.rpartition(".")[0] or bias, "offsets", (bias,), *channels))
+            moves.append(Offsets(file.aliases(bias)[:1], slice(dim, dim + channels[0]), LOGITS))
+        self.base = {key: file.tensor(key) for move in moves for key in move.keys}
+        content = fingerprint(self.base | dict(nn.ModuleList(moves).named_buffers()))  # else f would fit any file's phi
+        drawn = f"normal/1, shifts by the weights, of {content}"  # see `moves.GENERATOR`
         kind, holder = "mixture" if self.others else "film", nn.Module()
-        context = Context(
-            holder, [], Signature(kind, (), channels, 0, dim + sum(channels), drawn, outputs), _dtype(file)
-        )
-        holder.add_module(CONTEXT_NAME, context)
+        means = Signature(kind, (), channels, 0, dim + sum(channels), drawn, outputs)
+        holder.add_module(CONTEXT_NAME, Context(holder, [], means, _dtype(file)))
         self.adapter = Adapter(holder)
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a run depends on besides the checkpoint."""
-        keys = [key for part in self.parts for key in part.keys]
-        return {"mix": fingerprint_of_files(self.others), "moved": keys}
 
     @torch.no_grad()
     def tensors(self, phi: Tensor) -> dict[str, Tensor]:
@@ -97,20 +92,18 @@ class FileMoves:
             ConfigError: One is missing, unknown, of another shape or number, or not finite.
         """
         if wrong := sorted(given.keys() ^ self.base.keys()):
-            what = "have" if wrong[0] in given else "lack"
-            raise ConfigError(f"the gradients {what} {brief(wrong[0])}; give one of each of {brief(list(self.base))}")
+            raise ConfigError(f"{brief(wrong[0])} has no gradient, or needs none; give those of {brief([*self.base])}")
         origin, stacked = torch.zeros_like(self.adapter.phi.detach()), dict[str, Tensor]()
         for key, own in self.base.items():
             each = torch.as_tensor(given[key]).detach().to(origin)
             stacked[key] = each[None] if each.shape == own.shape else each
             count = next(iter(stacked.values())).shape[:1]
             if stacked[key].shape != (*count, *own.shape) or not each.isfinite().all():
-                raise ConfigError(
-                    f"the gradient of {key!r} is {tuple(each.shape)}; it must be finite and {tuple(own.shape)}, or m x"
-                    " it with one m for all keys"
-                )
-        # The pass is in phi's precision, as a half would round the gradients too.
-        at = partial(moved, self.moves, base=lambda key: self.base[key].to(origin), keys=self.base)
+                raise ConfigError(f"gradients of {key!r} must be finite, [m x] {[*own.shape]}, not {[*each.shape]}")
+
+        def at(phi: Tensor) -> dict[str, Tensor]:  # in phi's precision, as a half would round the gradients too
+            return moved(self.moves, phi, lambda key: self.base[key].to(origin), self.base)
+
         pull_back = torch.func.vjp(at, origin)[1]
         found: Tensor = torch.func.vmap(pull_back)(stacked)[0]
         return found
@@ -135,19 +128,20 @@ def norms(
         AdapterError: There is nothing to move, a pattern matches no norm, or the key is no bias.
         ValueError: The seed is negative.
     """
-    every, bias = movable(file), _bias(file, offsets)
-    names, patterns = [each.name for each in every], ["*"] if layers is None else layers
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names) and not (bias and layers is None):
-            raise AdapterError(
-                f"--layers {brief(pattern)} matches no norm of {file.path}{nearest(pattern, names)}; norms are P.weight"
-                " and P.bias of one length, and P.weight with 'norm' in P. --offsets KEY moves any vector of"
-                f" {shortened(list(file.shapes))}"
-            )
+    every, patterns = list(movable(file)), layers or ["*"]
+    names = [each.name for each in every]
+    for pattern in patterns if layers or offsets is None else []:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near, keys = nearest(pattern, names), shortened(list(file.shapes))
+            raise AdapterError(f"--layers {brief(pattern)} matches no norm{near}; --offsets moves any vector of {keys}")
     named = [each for each in every if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
     parts = [each for each in named if offsets not in each.keys]
-    moves = [_film(file, part.keys, dim, generator(seed, "film", index)) for index, part in enumerate(parts)]
-    return FileMoves(file, [*parts, *bias], moves, dim if parts else 0)
+    moves, dtype = list[Move](), _dtype(file)
+    for index, part in enumerate(parts):
+        weight, rng = file.tensor(part.keys[0]).to(dtype), generator(seed, "film", index)
+        A, *B = (gaussian(len(weight), dim, dtype, rng) for _ in part.keys)
+        moves.append(Film(part.keys, A, weight.abs()[:, None] * B[0] if B else None))
+    return FileMoves(file, parts, moves, dim if parts else 0, offsets)
 
 
 def mixture(
@@ -165,54 +159,35 @@ def mixture(
         DataError: A file can't be read, or has other tensors; the message has the file and the tensor.
         AdapterError: There are no others or more than eight, two are alike, or the key is no bias.
     """
-    bias, reader = _bias(file, offsets), CheckpointReader(file, entry)
+    reader = CheckpointReader(file, entry)
     states = reader.to_mix(others)
-    base = {key: reader.base[key] for key in reader.floating if file.aliases(key)[0] == key}
-    parts = [Part(str(path), MIXED, (), 1) for path in others]
-    return FileMoves(file, [*parts, *bias], [Mixture(base, states)], len(states))
+    base = {key: reader.base[key] for key in reader.floating}
+    parts = [Part(str(path), "weight in the mixture", (), 1) for path in others]
+    return FileMoves(file, parts, [Mixture(base, states)], len(states), offsets)
 
 
-def movable(file: CheckpointFile) -> list[Part]:
-    """Return the norms of a checkpoint, in its order; tied ones once.
+def movable(file: CheckpointFile) -> Iterator[Part]:
+    """Yield the norms of a checkpoint, in its order; tied ones once.
 
     ``P.weight`` and ``P.bias`` of one length are a norm, with ``P.running_var`` a BatchNorm. ``P.weight`` alone is a
     norm if its name has "norm" in it.
     """
-    found, seen = list[Part](), set[str]()
-    for key, shape in file.shapes.items():
-        layer = key.removesuffix(".weight")
-        keys = tuple(each for each in (key, f"{layer}.bias") if each in file.shapes)
-        alike = all(_is_vector(file, each) and file.shapes[each] == shape for each in keys)
+    vectors = _vectors(file)
+    for key, shape in vectors.items():
+        layer, _, end = key.rpartition(".")
+        keys = (key, bias) if (bias := f"{layer}.bias") in file.shapes else (key,)
+        alike = all(vectors.get(each) == shape for each in keys)
         named = len(keys) == 2 or "norm" in layer.lower()
-        if layer == key or key in seen or not alike or not named:
-            continue
-        with_bias = "BatchNorm" if f"{layer}.running_var" in file.shapes else "LayerNorm or GroupNorm"
-        kind = with_bias if len(keys) == 2 else "RMSNorm, scale alone"
-        seen.update(alias for each in keys for alias in file.aliases(each))
-        found.append(Part(layer, kind, keys, len(keys) * shape[0]))
-    return found
+        if end == "weight" and alike and named and file.aliases(key)[0] == key:
+            with_bias = "BatchNorm" if f"{layer}.running_var" in file.shapes else "LayerNorm or GroupNorm"
+            kind = with_bias if len(keys) == 2 else "RMSNorm, scale alone"
+            yield Part(layer, kind, keys, len(keys) * shape[0])
 
 
-def _film(file: CheckpointFile, keys: Sequence[str], dim: int, rng: torch.Generator) -> Film:
-    weight = file.tensor(keys[0]).to(_dtype(file))
-    A, *B = (gaussian(len(weight), dim, weight.dtype, rng) for _ in keys)
-    return Film(keys, A, weight.abs()[:, None] * B[0] if B else None)
-
-
-def _bias(file: CheckpointFile, key: str | None) -> list[Part]:
-    """Return the bias that gets offsets, if one does."""
-    if key is None:
-        return []
-    vectors = [name for name in file.shapes if _is_vector(file, name)]
-    if key not in vectors:
-        biases = [name for name in vectors if name.endswith("bias")]
-        raise AdapterError(f"--offsets {brief(key)} is no vector of floats in {file.path}{nearest(key, biases)}")
-    return [Part(key.rpartition(".")[0] or key, OFFSETS, (key,), file.shapes[key][0])]
-
-
-def _is_vector(file: CheckpointFile, key: str) -> bool:
-    shape, dtype = file.shapes[key], file.dtypes[key]
-    return len(shape) == 1 and shape[0] > 0 and has_mean(torch.empty(0, dtype=dtype))
+def _vectors(file: CheckpointFile) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the vectors of floating numbers, by key."""
+    floats = {key for key, dtype in file.dtypes.items() if has_mean(torch.empty(0, dtype=dtype))}
+    return {key: shape for key, shape in file.shapes.items() if key in floats and len(shape) == 1 and shape[0]}
 
 
 def _dtype(file: CheckpointFile) -> torch.dtype:

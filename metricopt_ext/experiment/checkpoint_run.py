@@ -135,7 +135,8 @@ class CheckpointRun(ProgramRun):
         """
         identity = {
             "content of the checkpoint": fingerprint_of_files([self.file.path]),
-            **self.moving.identity(),
+            "mix": fingerprint_of_files(self.moving.others),
+            "moved": [key for part in self.moving.parts for key in part.keys],
         }
         super().claim({**identity, **described}, resume)
         for name in ("[0-9]*", f"{HELD_OUT}-*"):

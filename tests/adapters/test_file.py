@@ -270,18 +270,6 @@ def test_types_and_ties_of_the_file_stay(tmp_path: Path) -> None:
     assert now.dtypes["tied"] == torch.bfloat16
 
 
-def test_a_run_is_known_by_the_content_of_the_files(files: list[Path]) -> None:
-    def identity(others: list[Path], offsets: str | None = None) -> dict[str, Any]:
-        return mixture(read_checkpoint(files[0]), others, offsets).identity()
-
-    known = identity(files[1:2])
-    copied = files[0].with_name("copy.safetensors")
-    copied.write_bytes(files[1].read_bytes())
-    assert identity([copied]) == known
-    assert identity(files[2:]) != known
-    assert identity(files[1:2], "3.bias") == known | {"moved": ["3.bias"]}
-
-
 @pytest.mark.parametrize(
     ("names", "offsets"),
     [
