@@ -72,10 +72,14 @@ class CheckpointReader:
             FileFormatError: It is damaged, or holds more than tensors, numbers and text.
         """
         if isinstance(checkpoint, Mapping):
+            packed = packed_in(checkpoint)
             given = {key: each.detach().cpu().clone() for key, each in checkpoint.items() if isinstance(each, Tensor)}
         else:
             name, files = str(checkpoint), [self._opened(file) for file in files_of(checkpoint)]
+            packed = [key for file in files for key in file.packed]
             given = {key: file.tensor(key) for file in files for key in file.shapes}
+        if packed:
+            raise DataError(f"{name}: {brief(packed[0])} is of a quantized layer; use the models before quantization")
         state: dict[str, Tensor] = {}
         for key, own in self._names(name, given).items():
             value = given[key]

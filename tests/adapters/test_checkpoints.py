@@ -157,4 +157,4 @@ def test_what_is_quantized_is_refused() -> None:
     model = nn.Sequential(Quantized())
     assert_refused(lambda: CheckpointReader(model), AdapterError, "0.packed")
     reader = CheckpointReader(nn.Sequential(nn.Linear(2, 2)))
-    assert_refused(lambda: reader.read(model.state_dict(), "other"), DataError, "other", "0.weight", "unquantized")
+    assert_refused(lambda: reader.read(model.state_dict(), "other"), DataError, "other", "0.packed", "quantized")
