@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.layers import CONVOLUTIONS, may_give_logits, unusable
+from metricopt_ext.adapters.layers import CONVOLUTIONS, may_give_logits, shared_with, unusable
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.adapters.wrappers import bare_name, is_unused
 from metricopt_ext.errors import AdapterError, WeightsError
@@ -302,9 +302,5 @@ def _why_no_offsets(model: nn.Module, layer: nn.Module) -> str | None:
     kind = f"is a {type(layer).__name__} without a bias"
     if not may_give_logits(layer) or type(layer).forward not in [each.forward for each in (nn.Linear, *CONVOLUTIONS)]:
         return f"{kind}, whose code need not add one"
-    tied = [
-        name
-        for name, each in model.named_parameters(remove_duplicate=False)
-        if each is layer.weight and model.get_submodule(name.rpartition(".")[0]) is not layer
-    ]
-    return f"{kind}, and its weight is {tied[0]} too, so a saved model has no place for a bias" if tied else None
+    other = shared_with(model, layer, layer.weight)
+    return other and f"{kind}, and its weight is {other} too, so a saved model has no place for a bias"

@@ -1,6 +1,5 @@
 """Which layers of a model phi can move, those that a user's patterns mean, and modules whose mode is pinned."""
 
-import math
 import re
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.wrappers import bare_name
 from metricopt_ext.errors import AdapterError
 from metricopt_ext.utils.modes import PINNED, evaluating
+from metricopt_ext.utils.weights import has_mean
 from metricopt_ext.utils.words import nearest
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -22,12 +22,7 @@ OWN_NORMS = re.compile(r"(layer|rms)_?norm$", re.IGNORECASE)  # of a model's cod
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 TOOLKIT_DROPOUTS = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d")
-MODE_DEPENDENT = (
-    nn.modules.batchnorm._NormBase,
-    nn.modules.dropout._DropoutNd,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-)
+MODE_DEPENDENT = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
 # --- What phi can move
@@ -58,10 +53,8 @@ def scales_alone(module: nn.Module) -> bool:
 def unusable(module: nn.Module) -> str | None:
     """Why FiLM can't modulate a module; None if it can."""
     kind = f"is a {type(module).__name__}"
-    if not (is_norm(module) or isinstance(module, (*CONVOLUTIONS, nn.Linear))):
-        return f"{kind}, neither a normalisation, convolution nor linear layer"
-    if isinstance(module, nn.Linear) and not may_give_logits(module):
-        return "is the output projection of an attention layer, which is never called as a layer"
+    if not (is_norm(module) or isinstance(module, CONVOLUTIONS) or may_give_logits(module)):
+        return f"{kind}, no normalisation, convolution or linear layer that is called as one"
     if isinstance(module, CONVOLUTIONS) and any(getattr(module, each, None) for each in ("norm", "activation")):
         return f"{kind} with a norm or an activation inside; name its norm instead"  # Detectron2's
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -81,20 +74,20 @@ def unmovable(model: nn.Module, name: str, own: str) -> str | None:
     """
     layer = model.get_submodule(name)
     tensor = layer._parameters.get(own, layer._buffers.get(own))
+    what = f"phi can't move {name}.{own}, which is"
     if tensor is None:
-        return (
-            f"{name}.{own} is computed from other tensors, so that phi can't move it; make it a plain parameter first,"
-            " as torch.nn.utils.parametrize.remove_parametrizations and prune.remove do"
-        )
-    if not tensor.is_floating_point() or tensor.element_size() < 2 or hasattr(tensor, "__tensor_flatten__"):
-        return f"{name}.{own} is quantised, so that phi can't move it; tune the model before quantisation"
-    others = [each for each in model.modules() if each is not layer]
-    if any(tensor is held for each in others for held in (*each._parameters.values(), *each._buffers.values())):
-        return (
-            f"{name}.{own} is shared with another layer, which phi would move too; give each layer a copy of its own"
-            " first, or name other layers"
-        )
-    return None
+        return f"{what} computed from others; make it a plain parameter first (remove_parametrizations, prune.remove)"
+    if not has_mean(tensor) or hasattr(tensor, "__tensor_flatten__"):
+        return f"{what} quantised; tune the model before quantisation"
+    other = shared_with(model, layer, tensor)
+    return other and f"{what} {other} too; give each layer a copy of its own first, or name other layers"
+
+
+def shared_with(model: nn.Module, layer: nn.Module, tensor: Any) -> str | None:
+    """Return the name by which another layer has a layer's tensor; None if the layer alone has it."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    names = (name for name, each in named if each is tensor)
+    return next((name for name in names if model.get_submodule(name.rpartition(".")[0]) is not layer), None)
 
 
 @torch.no_grad()
@@ -107,10 +100,10 @@ def origin(layer: nn.Module) -> float | None:
     if not (isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) or _is_own_norm(layer)) or type(layer).forward in known:
         return 0.0
     weight = weight_of(layer)
-    zeros, channels = {} if scales_alone(layer) else {"bias": torch.zeros_like(weight)}, len(weight)
-    for shape in ((1, 2, channels), (1, channels, 1, 1)):
+    zeros = {} if scales_alone(layer) else {"bias": torch.zeros_like(weight)}
+    for shape in ((1, 2, -1), (1, -1, 1, 2)):  # channels last, and after the batch
+        x = torch.linspace(-1, 1, 2 * len(weight)).view(shape).to(weight)
         for found in (0.0, 1.0):
-            x = torch.linspace(-1, 1, math.prod(shape)).view(shape).to(weight)
             with suppress(Exception), evaluating(layer):  # of the layer's own code
                 output = torch.func.functional_call(layer, {"weight": torch.full_like(weight, -found), **zeros}, (x,))
                 if isinstance(output, Tensor) and output.shape == x.shape and not output.any():
@@ -130,22 +123,17 @@ def _is_vector(tensor: Any) -> bool:
 
 def matching(patterns: list[str], model: nn.Module, usable: dict[str, nn.Module]) -> list[str]:
     """Return the names of usable layers that patterns match, in the model's order."""
+    found, modules = set[str](), dict(model.named_modules())
     for pattern in patterns:
-        if any(fnmatchcase(name, pattern) for name in usable):
-            continue
-        for name, module in model.named_modules():
-            if fnmatchcase(name, pattern):
-                raise AdapterError(f"layers={pattern!r} matches {name!r}, which {unusable(module)}")
-        if not any(fnmatchcase(bare_name(name), pattern) for name in usable):
+        named = [name for name in modules if fnmatchcase(name, pattern)]
+        # One that none has as it is called is tried without what wrappers have added.
+        meant = named or [name for name in usable if fnmatchcase(bare_name(name), pattern)]
+        if not meant:
             raise AdapterError(f"layers={pattern!r} matches no layer{nearest(pattern, list(usable))}")
-    return [name for name in usable if any(_matches(name, pattern, usable) for pattern in patterns)]
-
-
-def _matches(name: str, pattern: str, usable: dict[str, nn.Module]) -> bool:
-    """Whether a pattern is a layer's; one that none has as it is called is tried without what wrappers have added."""
-    if any(fnmatchcase(each, pattern) for each in usable):
-        return fnmatchcase(name, pattern)
-    return fnmatchcase(bare_name(name), pattern)
+        if not usable.keys() & meant:
+            raise AdapterError(f"layers={pattern!r} matches {meant[0]!r}, which {unusable(modules[meant[0]])}")
+        found.update(meant)
+    return [name for name in usable if name in found]
 
 
 # --- Modes: modules compute in training as in evaluation, which is what phi is searched for
@@ -163,10 +151,7 @@ def pins_mode(hook: object) -> bool:
 
 def pin_to_eval(module: nn.Module) -> list[Any]:
     """Have a module compute as in evaluation; returns the handles of its hooks."""
-    return [
-        module.register_forward_pre_hook(enter_eval),
-        module.register_forward_hook(_leave_eval, always_call=True),
-    ]
+    return [module.register_forward_pre_hook(enter_eval), module.register_forward_hook(_leave_eval, always_call=True)]
 
 
 def enter_eval(module: Any, args: Any) -> None:
@@ -175,12 +160,9 @@ def enter_eval(module: Any, args: Any) -> None:
     An RNN drops nothing out, but is in training mode where gradients are computed: cuDNN has no backward pass through
     one in evaluation mode.
     """
-    if isinstance(module, nn.RNNBase):
-        setattr(module, PINNED, {"training": module.training, "dropout": module.dropout})
-        module.training, module.dropout = torch.is_grad_enabled(), 0.0
-    else:
-        setattr(module, PINNED, {"training": module.training})
-        module.training = False
+    rnn = isinstance(module, nn.RNNBase)
+    pinned = {"training": torch.is_grad_enabled(), "dropout": 0.0} if rnn else {"training": False}
+    vars(module).update({PINNED: {name: getattr(module, name) for name in pinned}, **pinned})
 
 
 def _leave_eval(module: Any, args: Any, output: Any) -> None:
