@@ -180,14 +180,16 @@ class Context(KeepsPrecision):
 
     def is_written(self) -> bool:
         """Whether the model's own tensors are those of phi, and no gradient in phi is asked for."""
-        return self.held.phi == self.phi._version and not (self.phi.requires_grad and torch.is_grad_enabled())
+        # A compiler can't follow how often phi was changed.
+        written = self.held.written if torch.compiler.is_compiling() else self.held.phi == self.phi._version
+        return written and not (self.phi.requires_grad and torch.is_grad_enabled())
 
     @torch.no_grad()
     def write(self) -> None:
         """Have the model's own tensors be what phi makes of them, until `restore`."""
         version = self.phi._version
         if not self.phi.is_meta and not self.phi.any():
-            self.held.phi = version  # it is as it should be
+            self.held.phi, self.held.written = version, True  # it is as it should be
             return
         found = self.moved(self.phi, self.moves, self.keys)
         own_ones = {key: self._places[key].tensor() for key in found}
@@ -198,12 +200,12 @@ class Context(KeepsPrecision):
                 place.module._parameters[place.name] = nn.Parameter(value, requires_grad=False)
             else:
                 own.copy_(value)
-        self.held.phi = version
+        self.held.phi, self.held.written = version, True
 
     @torch.no_grad()
     def restore(self) -> None:
         """Have the model's own tensors be those of phi = 0 again, bit for bit."""
-        self.held.phi = None
+        self.held.phi, self.held.written = None, False
         for key, value in self.held.tensors.items():
             place, own = self._places[key], self._places[key].tensor()
             if value is None:
@@ -273,11 +275,13 @@ class Held:
     Attributes:
         tensors: By key; None of a bias that the layer has not. Empty for phi = 0.
         phi: How often phi was changed in place by then; None where it is not written.
+        written: Whether it is.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor | None] = {}
         self.phi: int | None = None
+        self.written: bool = False
 
 
 def places_of(model: nn.Module, keys: set[str]) -> Iterator[Place]:

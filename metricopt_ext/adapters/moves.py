@@ -226,7 +226,8 @@ def moved(moves: Iterable[Move], phi: Tensor, base: Callable[[str], Tensor], key
     types: dict[str, torch.dtype] = {}  # torch.compile takes no dict[...]()
     found: dict[str, Tensor] = {}
     device = phi.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+    rounds = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if rounds else nullcontext():
         for move in moves:
             for key in (wanted := [key for key in move.keys if key in keys]):
                 if key not in found:
