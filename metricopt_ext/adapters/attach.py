@@ -204,7 +204,7 @@ def attach_mixture(
     """Freeze a model and let phi say how much of each of a few checkpoints goes into its weights (`Mixture`).
 
     phi = 0 is the model, and a unit vector is a checkpoint; the search moves between and a little beyond them. All of
-    them stay in memory: with k checkpoints k + 1 models, and one more in a forward pass. `Adapter.merge` leaves one
+    them stay in memory: with k checkpoints k + 1 models, and two more in a query or a pass. `Adapter.merge` leaves one
     model.
 
     Args:
