@@ -456,9 +456,11 @@ def test_a_killed_tool_goes_on_to_the_same_report(tmp_path: Path, monkeypatch: p
     def workers(process: "subprocess.Popen[str]") -> list[int]:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while process.poll() is None:
-            ids = [int(each) for each in children.read_text().split()]
-            if len(found := [each for each in ids if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]) == 2:
-                return found
+            with suppress(FileNotFoundError, ProcessLookupError):  # another child has ended meanwhile
+                ids = [int(each) for each in children.read_text().split()]
+                found = [each for each in ids if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+                if len(found) == 2:
+                    return found
             time.sleep(0.02)
         raise AssertionError(process.communicate()[0])
 
