@@ -16,6 +16,7 @@ from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
 from metricopt_ext.value.observations import Observations
@@ -132,7 +133,7 @@ def test_noise_is_rarely_trusted(
 ) -> None:
     def noisy(item: Trajectory, rng: torch.Generator) -> Trajectory:
         noise = torch.rand(1 if per_trajectory else len(item.cost), generator=rng, dtype=torch.float64)
-        return replace(item, cost=noise.expand(len(item.cost)))
+        return replace(item, evaluations=tuple(map(Evaluation, noise.expand(len(item.cost)).tolist())))
 
     items, trusted = trajectories(smooth), []
     for seed in range(60):
