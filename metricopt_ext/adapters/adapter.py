@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from metricopt_ext.adapters.context import CONTEXT_NAME, Context
 from metricopt_ext.adapters.hosts import left_out
-from metricopt_ext.adapters.moves import AdapterKind, Move
+from metricopt_ext.adapters.moves import MATRIX, AdapterKind, Move
 from metricopt_ext.adapters.signature import Outputs, Signature
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.adapters.wrappers import COMPILED, PARALLEL
@@ -31,7 +31,7 @@ from metricopt_ext.utils.words import brief, nearest, shortened
 
 FILE_FORMAT = "metricopt_ext/adapter/4"
 
-MATRIX, REPLACED = "matrices.", "replaced."  # begin the names of matrices in a file, and of what a start replaces
+REPLACED = "replaced."  # begins the names of what a start replaces in a file
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what phi and matrices are kept in
 

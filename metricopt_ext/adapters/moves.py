@@ -17,6 +17,8 @@ AdapterKind = Literal["film", "input_bias", "outputs", "lora", "mixture"]
 
 GENERATOR = "normal/1"  # names how the matrices are drawn; a change of the draws needs a new name
 
+MATRIX = "matrices."  # begins the names of matrices in a file; the layer's, which is empty for a mixture, follows
+
 WEIGHTS = (-0.5, 1.5)  # of a mixture, each is within; a checkpoint's own is 1
 VARIANCE = 0.1  # of the base's, which a mixture of variances does not fall below
 
@@ -257,8 +259,8 @@ def saved_states(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> l
         ValueError, KeyError: Their tensors are others than the base's.
     """
     count, states = 0, list[dict[str, Tensor]]()
-    while f"matrices..of{count}_0" in tensors:
-        states.append({key: tensors[f"matrices..of{count}_{index}"] for index, key in enumerate(base)})
+    while f"{MATRIX}.of{count}_0" in tensors:
+        states.append({key: tensors[f"{MATRIX}.of{count}_{index}"] for index, key in enumerate(base)})
         count += 1
     for key, own in base.items():
         if wrong := [state[key].shape for state in states if state[key].shape != own.shape]:
