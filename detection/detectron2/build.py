@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_film
+from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.detection.detectron2.config import FilmNode
 from metricopt_ext.detection.detectron2.hooks import (
     LOGGER,
@@ -146,10 +147,3 @@ def warn_once(message: str) -> None:
 def main_process_folder(folder: str) -> str | None:
     """Return a folder on the main process, and None elsewhere or if it is empty."""
     return folder if folder and comm.is_main_process() else None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that is checkpointed."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
-    return model
