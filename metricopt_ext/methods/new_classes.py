@@ -14,10 +14,11 @@ from torch import Tensor
 
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_pairs
+from metricopt_ext.tasks.combine import costs_on_pairs
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.value.gp import GPValueFunction, rbf
+from metricopt_ext.value.gp import GPValueFunction
 
 # The optimism is counted one and a half times: with 60 classes the estimate is about right, with 30 it is too small.
 STRENGTH = 1.5
@@ -83,8 +84,8 @@ def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
     if end.f is None:
         return None
     points, evaluations = _with_halves(end)
-    halves = stacked_pairs(evaluations)
-    if halves is None or not evaluations:
+    halves = costs_on_pairs(evaluations, end.f.combination) if evaluations else None
+    if halves is None:
         return None
     own, other = cross_gains(end.f, points, halves, start, end.phi)
     started = next(e for p, e in zip(end.points, end.evaluations, strict=True) if torch.equal(p, start))
@@ -118,30 +119,33 @@ def cross_gains(
 ) -> tuple[Tensor, Tensor]:
     """Follow the f of each half of the classes to its end, and see what it gains there, and on the other half's f.
 
-    All have f's kernel and noise, so that one factorisation serves them. Distances are those of the kernel.
+    All have f's kernel, noise and promises. Distances are those of the kernel.
 
     Args:
         f: The value function; of its own costs nothing is used.
         points: The visited points, ``n x d``.
-        halves: Costs there on p pairs of halves, ``n x p x 2``.
+        halves: The outcomes' costs there on p pairs of halves, ``n x p x 2 x m``.
         start: Where the search began, ``d``.
         end: Its end, ``d``: each f is followed within `REACH` times its distance, from the point where f is least.
 
     Returns:
         The gains over the start by the half's own f, ``2 p``, and by the other half's, ``2 p``, in units of the cost.
     """
-    z, costs = (points.double() - start.double()) @ f.transform, halves.flatten(1).to(points.device)
-    covariance = rbf(z, z)
-    ones = torch.ones_like(costs[:, :1])
-    noisy = covariance + f.noise * torch.eye(len(z), dtype=z.dtype, device=z.device)
-    solved = torch.cholesky_solve(torch.cat([ones, costs], 1), torch.linalg.cholesky(noisy))
-    constants = (ones.T @ solved[:, 1:]) / (ones.T @ solved[:, :1])
-    weights = solved[:, 1:] - solved[:, :1] * constants  # n x 2p
-    best = z[(covariance @ weights).argmin(0)]
+    count, m = 2 * halves.shape[1], halves.shape[-1]
+    z, none = (points.double() - start.double()) @ f.transform, torch.zeros_like(start[None], dtype=torch.float64)
+    trend = torch.linalg.solve(f.transform, (f.trend * f.outcome_std[:, None]).T).T.repeat(count, 1)  # in z
+    kernel, costs = torch.eye(len(start)).to(z), halves.to(z).flatten(1)
+    of_halves = GPValueFunction.conditioned(z, costs, kernel, f.noise.repeat(count), trend=trend)
+
+    def cost(at: Tensor) -> Tensor:  # k x d in z to k x 2p: at each point, that on each half
+        outcomes = (of_halves.outcome_mean + of_halves.outcome_std * of_halves.outcomes(at)).view(len(at), count, m)
+        return outcomes[..., 0] if f.combination is None else f.combination.cost(outcomes)
+
+    best = z[cost(z).argmin(0)]
     reach = REACH * float(((end.double() - start.double()) @ f.transform).norm())
-    ends, _ = descend(lambda at: (rbf(at, z) * weights.T).sum(1), best, best, reach)
-    gains = (rbf(torch.zeros_like(z[:1]), z) - rbf(ends, z)) @ weights  # of each half's end, by each half's f
-    own = torch.arange(len(gains), device=gains.device)
+    ends, _ = descend(lambda at: cost(at).diagonal(), best, best, reach)
+    gains = cost(none) - cost(ends)  # of each half's end, by each half's f
+    own = torch.arange(count, device=gains.device)
     return gains[own, own], gains[own, own ^ 1]
 
 

@@ -3,8 +3,9 @@
 Points near each other share their chance, so the best of them is no largest of independent draws, and those that a
 search goes on to are as lucky as the best: a guard that compares them finds no optimism. But halves of the data show
 what else chance might have been. At each point half the difference of the two halves' costs, D, has the distribution
-that the chance part of the cost has, and is independent of it, while what is true of the model cancels out. f is linear
-in the costs that it is fitted to. So the same f of D says what the search would have seen, had chance been that.
+that the chance part of the cost has, and is independent of it, while what is true of the model cancels out. What f
+predicts of an outcome is linear in the costs that it is fitted to. So the same of D says what the search would have
+seen, had chance been that.
 """
 
 import torch
@@ -33,7 +34,8 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
 
     The draw is D's f, plus tau times the deviation of a posterior sample. The search proposes its points so, tau from 0
     to 1 over a batch. At 0 alone no more of D would be climbed than was asked, while the search asked more where its
-    own chance rose. As likely as D is -D, so every other climb takes that.
+    own chance rose. As likely as D is -D, so every other climb takes that. Where outcomes make the metric, each has a D
+    of its own, and what climbs is what is made of them: the worst of what is true and of chance together.
 
     A climb is by how much the draw falls from the start to where it and what is true are least together, in the ball
     around the start that reaches to the end. What is true is f by the share that the halves surely agree on
@@ -42,7 +44,7 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
 
     Args:
         f: The value function, fitted to n points with the start among them.
-        halves: Costs on two halves of the data there, ``n x 2``.
+        halves: The outcomes' costs on two halves of the data there, ``n x 2 x m``.
         start: Where the search began, ``d``.
         end: Its end, ``d``.
 
@@ -52,18 +54,24 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
     apart = (halves[:, 0] - halves[:, 1]).to(f.points) / 2
     start, end = start.to(f.points), end.to(f.points)
     radius = float((end - start).norm())
-    if radius == 0 or apart.min() == apart.max():
+    if radius == 0 or not (apart != apart[0]).any():
         return 0.0
-    chance = GPValueFunction.conditioned(f.points, apart, f.transform, float(f.noise))
-    deviations = chance.deviations(CLIMBS, generator(0, "climb"))
-    signs = torch.tensor([1.0, -1.0]).to(start).repeat(CLIMBS // 2)
-    tau, true = torch.linspace(0, 1, CLIMBS).to(start), reliability_of(halves, LOWERED) * f.cost_std
+    chance = GPValueFunction.conditioned(f.points, apart, f.transform, f.noise)
+    deviations = chance.outcome_deviations(CLIMBS, generator(0, "climb"))
+    signs = torch.tensor([1.0, -1.0]).to(start).repeat(CLIMBS // 2)[:, None]
+    tau, share = torch.linspace(0, 1, CLIMBS).to(start)[:, None], reliability_of(halves, LOWERED)
+    at_start = f.outcomes(start[None])
 
-    def drawn(phi: Tensor) -> Tensor:  # m x CLIMBS
-        return chance.cost_std * (signs * chance.mean(phi)[:, None] + tau * deviations(phi))
+    def true(phi: Tensor) -> Tensor:  # k x m
+        return at_start + share * (f.outcomes(phi) - at_start)
 
-    def seen(phi: Tensor) -> Tensor:
-        return drawn(phi) + true * f.mean(phi)[:, None]
+    def seen(phi: Tensor) -> Tensor:  # k x CLIMBS
+        outcomes = signs * chance.outcomes(phi)[:, None] + tau * deviations(phi)  # k x CLIMBS x m
+        drawn = (signs * chance.outcome_mean + chance.outcome_std * outcomes) / f.outcome_std
+        return f.combined(true(phi)[:, None] + drawn)
+
+    def climbed(phi: Tensor) -> Tensor:
+        return seen(phi) - f.combined(true(phi))[:, None]
 
     inside = f.points[(f.points - start).norm(dim=1) <= radius]
     best = seen(inside).argsort(dim=0, stable=True)[:STARTED].T  # CLIMBS x STARTED, or fewer
@@ -71,5 +79,5 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
     own = torch.arange(CLIMBS, device=start.device).repeat_interleave(began.shape[1])[:, None]
     ends, values = descend(lambda phi: seen(phi).gather(1, own)[:, 0], began.flatten(0, 1), start, radius)
     least = values.view(CLIMBS, -1).argmin(1) + began.shape[1] * torch.arange(CLIMBS, device=start.device)
-    falls = drawn(start[None])[0] - drawn(ends[least]).diagonal()
-    return max(0.0, float(falls.mean()))
+    falls = climbed(start[None])[0] - climbed(ends[least]).diagonal()
+    return max(0.0, float(f.cost_std * falls.mean()))

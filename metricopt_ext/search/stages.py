@@ -126,7 +126,7 @@ def next_time(line: StartLine, known: Sequence[OnLine]) -> float:
     grid = torch.linspace(line.low, line.high, CANDIDATES, dtype=torch.float64)[:, None]
     apart = (grid - _column(known).T).abs().amin(1)
     f = fit(line, known)
-    bound = -apart if f is None else f.members(grid)[:, 0] - f.std(grid)
+    bound = -apart if f is None else f.members(grid)[:, 0] - f.std(grid)[:, 0]
     bound[apart < NEAR * (line.high - line.low)] = math.inf
     return float(grid[bound.argmin()])
 

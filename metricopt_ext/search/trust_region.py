@@ -20,7 +20,8 @@ from metricopt_ext.search.descent import descend
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import Answers, Batches, Begun, Budget, SearchResult, SearchStrategy
 from metricopt_ext.search.visited import Aim, Known
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.combine import costs_on_pairs
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.split_half import fault_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
@@ -130,7 +131,7 @@ class GuidedSearch(Begun):
         self, search: GuidedTrustRegion, task: FinetuneTask, start: Start, budget: Budget, known: Known, seed: int
     ) -> None:
         super().__init__(start, budget, known, GuidedSearch._asked)
-        self.search = search
+        self.search, self.task, self.combination = search, task, task.metric.combination
         self.worst, self.signature = task.metric.worst, task.adapter.signature
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
@@ -139,6 +140,7 @@ class GuidedSearch(Begun):
 
     def _asked(self) -> Batches:
         """Ask for what f proposes, and last for the end; again if there are more queries."""
+        self.promised = self.task.promised(self.start, list(self.started[1].outcomes))
         proposals, proposed = self._proposals(), self.start[None][:0]
         while True:
             budget = self.budget()
@@ -279,7 +281,7 @@ class GuidedSearch(Begun):
         point, evaluation = visited[int(aim.order()[0])]
         chance = now.chance(evaluation, now.best_quarter())
         for mean_of_best, there in own:
-            if now.as_good(there, evaluation, min(aim.f.noise_std, chance)):
+            if now.as_good(there, evaluation, min(aim.f.noise_std(point), chance)):
                 point, evaluation = mean_of_best, there
         seen = visited[now.best_seen()]
         if seen[1].cost < evaluation.cost - chance:  # never where nothing tells chance
@@ -287,8 +289,10 @@ class GuidedSearch(Begun):
         aim.f.set_domain(aim.f.points, centre=point, reaching=self.start)
         aim.f.quality, aim.f.signature = now.quality() or aim.f.quality, self.signature
         fitted = now.fitted()
-        halves = None if fault_of_halves(now.evaluations) else stacked_halves([now.evaluations[at] for at in fitted])
-        climbed = 0.0 if halves is None else climb_of_chance(aim.f, halves, self.reached, point)
+        pairs = costs_on_pairs([now.evaluations[at] for at in fitted], self.combination)
+        if pairs is None or fault_of_halves(now.evaluations):
+            return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted)
+        climbed = climb_of_chance(aim.f, pairs[:, 0], self.reached, point)
         return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted, climbed=climbed)
 
 

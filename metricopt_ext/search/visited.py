@@ -2,13 +2,15 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.combine import Combination
+from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
@@ -48,16 +50,20 @@ class Visited:
         points: The visited phi, ``d`` each, in the order in which they were asked.
         evaluations: The metric's evaluations of them.
         limits: The metric's constraints; None without any.
+        combination: How outcomes make the metric; None of a metric that is a number.
+        promised: Along which direction, ``d``, an outcome rises by what its own loss promises, by the outcome's name.
         chosen: The hyper-parameters of f, 0, and of each constraint's process, from 1 on, and of how many points they
             were chosen.
     """
 
     limits: Limits | None = None
+    combination: Combination | None = None
 
     def __init__(self, start: Tensor, known: Known = ()) -> None:
         self.start: Tensor = start
         self.points: list[Tensor] = [point for point, _ in known]
         self.evaluations: list[Evaluation] = [evaluation for _, evaluation in known]
+        self.promised: dict[str, Tensor] = {}
         self.chosen: dict[int, tuple[int, Hyperparameters]] = {}
 
     def add(self, evaluated: Known) -> None:
@@ -87,8 +93,8 @@ class Visited:
         """Their costs, ``n``, float64."""
         return self._numbers([each.cost for each in self.evaluations])
 
-    def _numbers(self, numbers: Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self.start.device)
+    def _numbers(self, numbers: Iterable[float]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.float64, device=self.start.device)
 
     def varies(self) -> bool:
         """Whether not all costs are equal."""
@@ -150,7 +156,7 @@ class Visited:
 
     @num_threads(1)
     def fit(self, learner: GPLearner, *, last: bool = False) -> "Aim":
-        """Fit f, and a process to how far beyond each limit phi is, by the same learner.
+        """Fit f to the metric's outcomes, and a process to how far beyond each limit phi is, by the same learner.
 
         Hyper-parameters are new if there are many more points than at the last choice.
 
@@ -158,23 +164,62 @@ class Visited:
             learner: Fits each.
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
         """
+        limited = [] if self.limits is None else self.limits.constraints
         beyond = [] if self.limits is None else zip(*map(self.limits.excesses, self.evaluations), strict=True)
         excesses = [
-            self._fit(number, learner, self._numbers(each), 0.0, last)
-            for number, each in enumerate(beyond, start=1)
+            self._fit(number, learner, _Modelled.excess(limit, self._numbers(each)), last)
+            for number, (limit, each) in enumerate(zip(limited, beyond, strict=True), start=1)
             if min(each) < max(each)
         ]
-        return Aim(self._fit(0, learner, self.cost, noise_of(self.evaluations), last), excesses, self)
+        return Aim(self._fit(0, learner, self._of_metric(), last), excesses, self)
 
-    def _fit(self, number: int, learner: GPLearner, cost: Tensor, noise: float, last: bool) -> GPValueFunction:
-        phi, chosen = self.phi, self.chosen.get(number)
-        if chosen is None or len(cost) >= REFIT * chosen[0]:
-            at = self.selected(MOST_JUDGED, cost)
-            chosen = len(cost), learner.most_likely(phi[at], cost[at], noise)
+    def _of_metric(self) -> "_Modelled":
+        if (made := self.combination) is None:
+            return _Modelled(self.cost, self.cost[:, None])
+        names, costs = made.names(self.evaluations[0].outcomes), made.costs(self.evaluations).to(self.start.device)
+        return _Modelled(self.cost, costs, names, made.sign, replace(made, combined=names))
+
+    def _fit(self, number: int, learner: GPLearner, of: "_Modelled", last: bool) -> GPValueFunction:
+        phi, chosen, promised = self.phi, self.chosen.get(number), self._promised(of)
+        if chosen is None or len(phi) >= REFIT * chosen[0]:
+            noises = [noise_of([each.outcomes[name] for each in self.evaluations]) for name in of.names]
+            least_noise = self._numbers(noises or [noise_of(self.evaluations)])
+            at = self.selected(MOST_JUDGED, of.least)
+            chosen = len(phi), learner.most_likely(phi[at], of.costs[at], least_noise, promised)
         if not last:
             self.chosen[number] = chosen
-        at = self.selected(MOST_POINTS, cost)
-        return learner(phi[at], cost[at], chosen[1])
+        at = self.selected(MOST_POINTS, of.least)
+        return learner(phi[at], of.costs[at], chosen[1], combination=of.combination, promised=promised)
+
+    def _promised(self, of: "_Modelled") -> Tensor | None:
+        """Return along which direction each cost rises by what its loss promises, ``m x d``, 0 where it has none."""
+        if not any(name in self.promised for name in of.names):
+            return None
+        none = torch.zeros_like(self.start)
+        return of.sign * torch.stack([self.promised.get(name, none) for name in of.names]).double()
+
+
+class _Modelled(NamedTuple):
+    """What a value function is fitted to.
+
+    Attributes:
+        least: What is least of the best points, ``n``.
+        costs: The outcomes' costs, ``n x m``.
+        names: The outcomes'; none of a metric that is a number.
+        sign: Whether a cost rises with its outcome, 1, or falls, -1.
+        combination: How the outcomes make the metric.
+    """
+
+    least: Tensor
+    costs: Tensor
+    names: tuple[str, ...] = ()
+    sign: int = 1
+    combination: Combination | None = None
+
+    @classmethod
+    def excess(cls, limit: Constraint, beyond: Tensor) -> "_Modelled":
+        """Return how far points are beyond a limit, ``n``."""
+        return cls(beyond, beyond[:, None], (limit.name,), -1 if limit.at_least else 1)
 
 
 class Aim(NamedTuple):
@@ -219,8 +264,7 @@ class Aim(NamedTuple):
 
 def log_below_zero(excess: GPValueFunction, phi: Tensor) -> Tensor:
     """Return the log-probability that what is observed at phi, ``m x d``, is at most 0, ``m``; differentiable."""
-    cross = torch.linalg.solve_triangular(excess.root(), excess.kernel(phi).T, upper=False)
-    variance = excess.variance * ((1 - cross.square().sum(0)).clamp(min=0) + excess.noise)
+    variance = (excess.variance * (excess.unknown(phi) + excess.noise))[:, 0]
     limit = -excess.cost_mean / excess.cost_std
     found: Tensor = torch.special.log_ndtr((limit - excess.mean(phi)) / variance.sqrt())
     return found

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import MOST_BATCH, check_integer
@@ -12,6 +13,22 @@ from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 
 Batches = Callable[[int, int, int], Any]
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of examples in a batch: the length of its tensors, or of a list of examples.
+
+    Raises:
+        ValueError: They are of several lengths, or there are none.
+    """
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(lengths) == 1:
+        return lengths.pop()
+    if isinstance(batch, list):
+        return len(batch)
+    raise ValueError(
+        f"a batch has tensors of {sorted(lengths)} rows; let all have a row for each example, or give a list"
+    )
 
 
 class IndexSampler:

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from metricopt_ext.errors import MetricError
-from metricopt_ext.tasks.evaluation import Pairs
+from metricopt_ext.tasks.combine import Combination
+from metricopt_ext.tasks.evaluation import Outcome, Pairs
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.checks import check_bool
 from metricopt_ext.utils.numbers import number_of, within
+from metricopt_ext.utils.words import shortened
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -23,19 +25,28 @@ class CostScale:
         bounds: Lowest and highest possible value; None for values without known bounds.
         name: Its name in tables and messages.
         ledger: Counts the queries; give several black boxes one ledger to share a budget.
+        combination: How outcomes make the value; None for values that are told as such.
 
     Raises:
         ValueError: The bounds are not two finite numbers in order, or ``maximize`` is something else than a bool.
     """
 
     def __init__(
-        self, *, maximize: bool, bounds: tuple[float, float] | None, name: str, ledger: Ledger | None = None
+        self,
+        *,
+        maximize: bool,
+        bounds: tuple[float, float] | None,
+        name: str,
+        ledger: Ledger | None = None,
+        combination: Combination | None = None,
     ) -> None:
         check_bool(maximize=maximize)
         self.maximize: bool = bool(maximize)
         self.bounds: tuple[float, float] | None = None if bounds is None else _checked(bounds)
         self.name: str = name
         self.ledger: Ledger = ledger or Ledger()
+        self.combination: Combination | None = combination
+        self._combined: tuple[str, ...] = ()  # what is, once it is known
 
     @property
     def sign(self) -> int:
@@ -66,6 +77,27 @@ class CostScale:
         """Return values on pairs of halves; see `checked`."""
         where = " on a half of its data"
         return tuple((self.checked(a, where), self.checked(b, where)) for a, b in pairs)
+
+    def combined_of(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+        """Return the value that outcomes make, and on pairs of halves if all that are combined have these.
+
+        Raises:
+            MetricError: Their names or their order are others than before, or they can't be combined (`Combination`).
+        """
+        assert self.combination is not None
+        if self.name in outcomes:
+            raise MetricError(f"an outcome is {self.name!r}, as the metric that combine makes of all; rename one")
+        names = self.combination.names(outcomes)
+        if not self._combined:
+            self.combination.check(outcomes)
+        elif names != self._combined or not {*names} <= outcomes.keys():
+            raise MetricError(
+                f"metric {self.name!r} is made of {shortened(list(self._combined))}, and now told"
+                f" {shortened(list(outcomes))}; tell the same names in the same order each time"
+            )
+        self._combined = names
+        value, pairs = self.combination.value_of(outcomes)
+        return Outcome(self.checked(value), self.checked_pairs(pairs))
 
     def normalised(self, cost: Number) -> Number:
         """Return a cost, or a tensor of them, scaled from the bounds to [0, 1] (paper, section 3), or as it is."""

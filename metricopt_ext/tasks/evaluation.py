@@ -92,7 +92,7 @@ def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
     return torch.tensor([each.costs_on_pairs for each in evaluations], dtype=torch.float64)
 
 
-def noise_of(evaluations: Sequence[Evaluation]) -> float:
-    """Return the standard deviation of the noise in a cost, as repeats of the evaluations show it; 0 without any."""
+def noise_of(evaluations: Sequence[Evaluation | Outcome]) -> float:
+    """Return the standard deviation of the noise in a value, as repeats of evaluations show it; 0 without any."""
     variances = [each.noise**2 for each in evaluations if each.noise is not None]
     return math.sqrt(mean(variances)) if variances else 0.0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
+from metricopt_ext.tasks.combine import Combination, Combine
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
@@ -29,7 +30,7 @@ from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.weights import Watched
-from metricopt_ext.utils.words import and_more, brief
+from metricopt_ext.utils.words import and_more, brief, shortened
 
 
 class Query(NamedTuple):
@@ -72,7 +73,8 @@ class Metric(CostScale):
             needed, the first counts. ``(value, None)`` is the value alone. So are ``(value, "why there are no
             halves")`` and a half that is NaN, where the metric is undefined: a warning says so once. A dict gives
             several quantities from one pass: its ``name`` entry is the metric, and the others are outcomes beside it,
-            each in any of these forms.
+            each in any of these forms. ``({NAME: value, ...}, ({...}, {...}))`` has all of them on two halves, or on
+            several pairs, as above.
         maximize: Whether higher is better.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         name: Its name in tables.
@@ -87,17 +89,29 @@ class Metric(CostScale):
         subject_to: Constraints on other quantities, by name: ``">= 0.9"``, or relative to the model as trained, ``">=
             start - 0.005"``. A search respects them, and the guard keeps no end that violates one. Each query gives
             their values, in the dict that ``function`` returns or else by the functions in ``also``.
+        combine: How the outcomes in that dict make the metric, which has no entry of its own then: ``"worst"``, the
+            lowest if higher is better, else the highest; ``"mean"``; or a function of a tensor, ``... x m``, in the
+            dict's order, to ``...``, differentiable by torch. A search learns each outcome: they are smooth where a
+            worst of several has kinks. None for a metric that is told as a number.
+        combined: Names of what is combined, in order, perhaps of ``also`` or ``subject_to``; None for all of the dict
+            but what ``subject_to`` names.
+        directions: Whether higher is better, by name, of what a function combines, as far as it is known; for
+            ``"worst"`` and ``"mean"`` it is as of the metric.
 
     Attributes:
         constraints: What ``subject_to`` says.
         callbacks: Each is told of every `Query`, after whoever asked has stored the answer. Metrics derived from this
             one begin with the same callbacks.
         log: Keeps the evaluations, and answers what was asked in an earlier process (`logged`); None for none.
+        combination: What ``combine`` says; None without it.
 
     Examples:
         >>> metric = Metric(lambda: 0.75, maximize=True, name="recall")
         >>> metric.evaluate(nn.Identity(), "example").value, metric.ledger.spent
         (0.75, 1)
+        >>> recalls = Metric(lambda: {"cat": 0.75, "dog": 0.5}, maximize=True, combine="worst")
+        >>> recalls.evaluate(nn.Identity(), "example").value
+        0.5
     """
 
     def __init__(
@@ -112,6 +126,9 @@ class Metric(CostScale):
         new_classes: bool = False,
         also: Mapping[str, Callable[..., Any]] | None = None,
         subject_to: Mapping[str, str] | None = None,
+        combine: Combine | None = None,
+        combined: Sequence[str] | None = None,
+        directions: Mapping[str, bool] | None = None,
     ) -> None:
         check_integer(1, repeats=repeats)
         for each in (function, *(also or {}).values()):
@@ -122,6 +139,13 @@ class Metric(CostScale):
         if name in (also or {}):
             raise ValueError(f"also has {name!r}, which is the metric itself; leave it out")
         super().__init__(maximize=maximize, bounds=bounds, name=name, ledger=ledger)
+        if combine is not None:
+            those: Any = tuple(combined) if isinstance(combined, list) else combined
+            bounded = tuple(subject_to or ())
+            self.combination = Combination(combine, self.sign, those, bounded, directions or {})
+        elif combined is not None or directions is not None:
+            raise ValueError("combined and directions are for a metric that is made of outcomes; give combine='worst'")
+        self._made_of = {"combine": combine, "combined": combined, "directions": directions}
         self.function: Callable[..., Any] = function
         self.repeats: int = repeats
         self.new_classes: bool = new_classes
@@ -137,7 +161,16 @@ class Metric(CostScale):
     def settings(self) -> dict[str, Any]:
         """What it was made with besides the function and the ledger."""
         names = ("maximize", "bounds", "name", "repeats", "new_classes", "also", "subject_to")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, **self._made_of}
+
+    def outcome_sign(self, name: str) -> int | None:
+        """Return what turns an outcome into a cost: -1 if higher is better, 1 if lower is, None if nothing tells."""
+        made = self.combination
+        if made is not None and not callable(made.combine) and made.combines(name):
+            return self.sign
+        sides = {each.name: each.at_least for each in self.constraints}
+        higher = {**({} if made is None else made.directions), **sides}.get(name)
+        return None if higher is None else -1 if higher else 1
 
     def with_settings(self, **changes: Any) -> "Metric":
         """Return the same metric, with an empty ledger without a budget and, perhaps, other ``settings``."""
@@ -236,6 +269,8 @@ class Metric(CostScale):
         names = [name for name in calls[0] if all(name in each for each in calls)]
         outcomes = {name: _mean_of([each[name] for each in calls]) for name in names}
         value, pairs, noise = outcomes.pop(self.name)
+        if self.combination is not None and self.repeats > 1:  # of the means, which have less noise than one call
+            value, pairs, _ = self.combined_of(outcomes)
         return Evaluation(value, outcomes, pairs, noise, sign=self.sign)
 
     def look(self, model: nn.Module, settings: Values | None = None) -> dict[str, float]:
@@ -244,27 +279,56 @@ class Metric(CostScale):
         Raises:
             MetricError, WeightsError: As from `judge`, as for the arguments.
         """
-        others = [name for name in self.also if name not in self.subject_to]
+        others = [name for name in self.also if name not in self._needed]
         return {name: self._outcome(name, self._returned(name, model, settings)).value for name in others}
 
+    @property
+    def _needed(self) -> tuple[str, ...]:
+        """The names of what each query must tell besides the metric, as far as they are known."""
+        listed = (self.combination and self.combination.combined) or ()
+        return tuple(dict.fromkeys((*self.subject_to, *listed)))
+
     def _call(self, model: nn.Module, settings: Values | None) -> dict[str, Outcome]:
-        """Call the function, and those of ``also`` for what is bounded; returns all quantities by name."""
+        """Call the function, and those of ``also`` that each query needs; returns all quantities by name."""
         returned = self._returned(self.name, model, settings)
-        told = dict(returned) if isinstance(returned, Mapping) else {self.name: returned}
+        told = self._by_name(returned)
         if doubled := sorted(told.keys() & self.also.keys()):
             raise MetricError(f"metric {self.name!r} returned {doubled[0]!r}, which also= has too; leave one out")
-        told |= {name: self._returned(name, model, settings) for name in self.subject_to if name in self.also}
-        if lacking := [name for name in (self.name, *self.subject_to) if name not in told]:
+        told |= {name: self._returned(name, model, settings) for name in self._needed if name in self.also}
+        own = () if self.combination else (self.name,)
+        if lacking := [name for name in (*own, *self._needed) if name not in told]:
             raise MetricError(
                 f"metric {self.name!r} told {', '.join(map(brief, told))}, but not {lacking[0]!r}; let it return a dict"
-                " that has its own name and those of subject_to, {NAME: value, ...}, or give also={NAME: function}"
+                " that has its own name, or give combine='worst' to make it of the others; and the names of subject_to"
+                " and combined, or give also={NAME: function}"
             )
         outcomes = {name: self._outcome(name, each) for name, each in told.items()}
-        value, pairs, _ = outcomes[self.name]
+        value, pairs, _ = outcomes[self.name] if self.combination is None else self.combined_of(outcomes)
         if pairs and self._pairs not in (0, len(pairs)):
             raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
         self._pairs = len(pairs) or self._pairs
         return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs))}
+
+    def _by_name(self, returned: Any) -> dict[Any, Any]:
+        """Return what the function told, by name, each with its own halves."""
+        both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Mapping)
+        values, halves = returned if both else (returned, None)
+        if not isinstance(values, Mapping):
+            if self.combination is not None:
+                raise MetricError(f"metric {self.name!r} told {brief(returned)}; combine needs a dict, {{NAME: value}}")
+            return {self.name: returned}
+        if halves is None:
+            return dict(values)
+        if isinstance(halves, str):
+            return {name: (each, halves) for name, each in values.items()}
+        try:
+            pairs = [halves] if all(isinstance(each, Mapping) for each in halves) else halves
+            return {name: (each, [(a[name], b[name]) for a, b in pairs]) for name, each in values.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise MetricError(
+                f"metric {self.name!r}: halves are {brief(halves)}; give two dicts, or several pairs of two, each with"
+                f" all of {shortened(list(map(str, values)))}, nan where it is not defined"
+            ) from error
 
     def _returned(self, name: str, model: nn.Module, settings: Values | None) -> Any:
         """Call the function of the metric, or of another quantity, on the model, which is left as it was."""
@@ -304,11 +368,17 @@ class Metric(CostScale):
         if any(map(math.isnan, chain(*pairs))):
             pairs, halves = (), "it is nan on a half of its data"
         if not isinstance(name, str) or not all(map(math.isfinite, (value, *chain(*pairs)))):
-            raise MetricError(f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name")
-        if name == self.name and isinstance(halves, str) and not self._lacked:
+            raise MetricError(
+                f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name, and leave out"
+                " what has no examples"
+            )
+        made, told = self.combination, name in self._needed or name not in self.also
+        counts = name == self.name if made is None else told and made.combines(name)
+        if counts and isinstance(halves, str) and not self._lacked:
             self._lacked = True
+            of = "" if name == self.name else f" of {name!r}"
             warnings.warn(
-                f"metric {name!r} reports no halves, as {halves}; a gain can't be told from chance by them",
+                f"metric {self.name!r} reports no halves{of}, as {halves}; a gain can't be told from chance by them",
                 stacklevel=4,
             )
         return Outcome(value, pairs)

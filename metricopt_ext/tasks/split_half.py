@@ -116,6 +116,8 @@ def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
 def reliability_of(halves: Tensor, lowered: float = 0.0) -> float:
     """Return the share of the variance of costs on all data that is not chance, from their halves, ``n x 2``.
 
+    Of m outcomes, ``n x 2 x m``, it is that of all together, each about its own mean.
+
     It is the correlation r of the halves, stepped up to all data as 2r / (1 + r) (Spearman-Brown); 0 for fewer than
     `TELLING` points.
 
@@ -123,9 +125,12 @@ def reliability_of(halves: Tensor, lowered: float = 0.0) -> float:
         halves: The costs.
         lowered: By how many of its standard errors, ``1 / sqrt(n - 3)``, r is lowered as Fisher's z.
     """
-    if len(halves) < TELLING or (halves.std(0) == 0).any():
+    if halves.dim() == 3:
+        halves = (halves - halves.mean(0)).transpose(1, 2)
+    flat = halves.reshape(-1, 2)
+    if len(halves) < TELLING or (flat.std(0) == 0).any():
         return 0.0
-    r = float(torch.corrcoef(halves.T)[0, 1])
+    r = float(torch.corrcoef(flat.T)[0, 1])
     if lowered:
         bounded = min(max(r, -1 + RESOLUTION), 1 - RESOLUTION)  # z is infinite at 1
         r = math.tanh(math.atanh(bounded) - lowered / math.sqrt(max(1, len(halves) - 3)))

@@ -1,7 +1,7 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from metricopt_ext.adapters.check import check_effect
 from metricopt_ext.adapters.context import CONTEXT_NAME
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError, WeightsError
-from metricopt_ext.tasks.batches import Batches
+from metricopt_ext.tasks.batches import Batches, rows_of
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.inputs import entropy, logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
@@ -27,7 +27,7 @@ from metricopt_ext.utils.folded_batch_norm import FoldedBatchNorm
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator, seeded_streams
 from metricopt_ext.utils.weights import checksums
-from metricopt_ext.utils.words import and_more, brief
+from metricopt_ext.utils.words import and_more, brief, shortened
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -67,6 +67,10 @@ class FinetuneTask:
             treats all directions of phi alike.
         batches: ``batches(seed, task, step) -> batch``, the same batch at every call with the same arguments
             (`TensorBatches`, `DatasetBatches`).
+        batches_of: The batches of some of the metric's outcomes, by name: all training examples of a class, of a group.
+            Each is gone through once, where a search begins, and costs no query: the gradient of an outcome's own loss
+            promises which way it goes (`promised`). Only with a loss, for outcomes whose direction is known
+            (`Metric`).
         gradients: Only without a loss: gradients in phi computed elsewhere, ``m x d``; their directions shape f's
             kernel and the first design.
         inputs: Only without a loss: batches of the deployment's inputs, without labels. To find directions of phi, the
@@ -85,6 +89,7 @@ class FinetuneTask:
     metric: Metric
     loss: Loss | None = None
     batches: Batches | None = None
+    batches_of: Mapping[str, Iterable[Any]] | None = None
     gradients: Tensor | None = None
     inputs: Sequence[Any] | None = None
     settings: Settings | None = None
@@ -138,6 +143,8 @@ class FinetuneTask:
                 raise ValueError(f"gradients are {shape}; they must be m x {self.dim} finite numbers, not all 0")
         if self.inputs is not None:
             self._check_inputs(self.inputs)
+        if self.batches_of is not None:
+            self._check_batches_of(self.batches_of)
         if self.loss is None or self.batches is None:
             return
         check_effect(self.adapter, self.loss, partial(self.batches, 0, 0, 0))
@@ -162,6 +169,16 @@ class FinetuneTask:
         with torch.enable_grad(), seeded_streams(0, self.origin().device):  # which tells what made them
             refuse_probabilities(logits_of(self.adapter.model(inputs[0])))
         check_effect(self.adapter, entropy, lambda: inputs[0])
+
+    def _check_batches_of(self, batches_of: Mapping[str, Iterable[Any]]) -> None:
+        if not isinstance(batches_of, Mapping):
+            raise TypeError(
+                f"batches_of is {brief(batches_of)}; it must map outcomes to batches, {{NAME: [batch, ...]}}"
+            )
+        if self.loss is None:
+            raise ValueError("batches_of are given without a loss, by which they would promise something; give both")
+        if self.metric.combination is None and (strange := sorted(batches_of.keys() - self.metric.subject_to.keys())):
+            raise ValueError(f"batches_of has {strange[0]!r}, but metric {self.metric.name!r} has no such outcome")
 
     def probing(self) -> "FinetuneTask":
         """Return the task by whose loss directions of phi are looked for: without one, the entropy of `inputs`."""
@@ -308,6 +325,41 @@ class FinetuneTask:
             advice = "lower the lr" if step else "look at the loss and its batch"
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
+
+    def promised(self, phi: Tensor, outcomes: Sequence[str]) -> dict[str, Tensor]:
+        """Return along which direction, ``d``, each outcome rises by what its own loss promises, by the outcome's name.
+
+        That is the gradient of the mean loss over its own examples where lower is better, and minus that where higher
+        is: a recall rises where the loss of its class falls.
+
+        Args:
+            phi: Where, ``d``; the model holds what else there is of the start.
+            outcomes: What the metric tells.
+
+        Raises:
+            ValueError: `batches_of` names something else, or what is not known to be better higher or lower; or has no
+                batch for it, or batches whose examples can't be counted.
+            AdapterError, FloatingPointError: As from `loss_and_gradient`.
+        """
+        found = {}
+        for name, batches in (self.batches_of or {}).items():
+            if name not in outcomes:
+                known = shortened(list(outcomes))
+                raise ValueError(f"batches_of has {name!r}, but metric {self.metric.name!r} tells {known}; rename it")
+            if (sign := self.metric.outcome_sign(name)) is None:
+                remedy = f"Metric(..., directions={{{name!r}: True}}), or False"
+                raise ValueError(f"batches_of has {name!r}, of which nothing tells whether higher is better; {remedy}")
+            whole, rows = torch.zeros_like(phi), 0
+            for batch in batches:
+                with seeded_streams(0, phi.device):
+                    _, gradient = self._one_by_one(phi[None], [batch], False)
+                whole, rows = whole + gradient[0] * (own := rows_of(batch)), rows + own
+            if not rows:
+                raise ValueError(f"batches_of has no batch of {name!r}; leave it out, which promises nothing")
+            if not whole.isfinite().all():
+                raise FloatingPointError(f"the gradient of the loss of {name!r} is not finite; look at its batches")
+            found[name] = sign * whole / rows
+        return found
 
     def check_loss(self, seed: int, tasks: int, *, differentiable: bool = False) -> None:
         """Compute losses and gradients at phi = 0 in the way that a search will, so that what fails costs no query.

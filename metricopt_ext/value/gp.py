@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -54,23 +56,29 @@ class Hyperparameters(NamedTuple):
     Attributes:
         exponent: How strongly the spectrum shapes the kernel: 0 not at all, 1 as it is.
         length: Length scale in units of the typical distance.
-        noise: Noise variance in units of the process's variance.
+        noise: Each outcome's noise variance in units of its process's variance, ``m``.
     """
 
     exponent: float
     length: float
-    noise: float
+    noise: tuple[float, ...]
 
 
 class GPValueFunction(ValueFunction):
-    """The posterior mean of a Gaussian process: constant mean, RBF kernel in coordinates ``phi T``, white noise.
+    """Gaussian processes of the m outcomes that make a metric, and what their means make together: f.
 
-    Costs are standardised internally; all is computed in float64. Amplitude and mean are in closed form given the
-    hyper-parameters (Rasmussen & Williams, section 2.7).
+    All have one kernel, an RBF in coordinates ``phi T``; mean, amplitude and white noise are each outcome's own. Of a
+    metric that is a number, that is the only outcome. The outcomes' costs are standardised internally; all is computed
+    in float64. Amplitudes and means are in closed form given the hyper-parameters (Rasmussen & Williams, section 2.7).
 
     Args:
         dim: Dimension d of phi.
         points: Number n of points that it is fitted to.
+        outcomes: Number m of outcomes.
+
+    Attributes:
+        combination: How the outcomes make the metric; None of one that is the metric.
+        explained: Share of the outcomes' variance that their losses' promises explain, in [0, 1].
     """
 
     kind = "gp"
@@ -79,74 +87,137 @@ class GPValueFunction(ValueFunction):
     points: Tensor
     weights: Tensor
     constant: Tensor
+    trend: Tensor
     variance: Tensor
     noise: Tensor
+    outcome_mean: Tensor
+    outcome_std: Tensor
     cost_mean: Tensor
     cost_std: Tensor
+    explained: Tensor
 
-    def __init__(self, dim: int, points: int) -> None:
+    def __init__(self, dim: int, points: int, outcomes: int = 1) -> None:
         super().__init__(dim)
-        self.arguments: dict[str, int] = {"dim": dim, "points": points}
-        self._root: Tensor | None = None
-        shapes = {"transform": (dim, dim), "points": (points, dim), "weights": (points,)}
-        for name in (*shapes, "constant", "variance", "noise", "cost_mean", "cost_std"):
-            self.register_buffer(name, torch.zeros(shapes.get(name, ()), dtype=torch.float64))
+        self.arguments: dict[str, int] = {"dim": dim, "points": points, "outcomes": outcomes}
+        self._roots: list[tuple[Tensor, Tensor]] = []
+        shapes: dict[str, tuple[int, ...]] = {
+            "transform": (dim, dim),
+            "points": (points, dim),
+            "weights": (outcomes, points),
+        }
+        shapes |= {"trend": (outcomes, dim), "cost_mean": (), "cost_std": (), "explained": ()}
+        each = ("constant", "variance", "noise", "outcome_mean", "outcome_std")
+        for name in (*shapes, *each):
+            self.register_buffer(name, torch.zeros(shapes.get(name, (outcomes,)), dtype=torch.float64))
 
     @classmethod
-    def conditioned(cls, phi: Tensor, cost: Tensor, transform: Tensor, noise: float) -> "GPValueFunction":
-        """Condition a process of given hyper-parameters on points, ``n x d``, and their costs, ``n``.
+    def conditioned(
+        cls,
+        phi: Tensor,
+        costs: Tensor,
+        transform: Tensor,
+        noise: float | Sequence[float] | Tensor,
+        combination: Combination | None = None,
+        trend: Tensor | None = None,
+    ) -> "GPValueFunction":
+        """Condition processes of given hyper-parameters on points, ``n x d``.
 
         Args:
             phi: The points, ``n x d``.
-            cost: Their costs, ``n``.
+            costs: Their outcomes' costs there, ``n x m``; or ``n`` of one outcome.
             transform: T, ``d x d``, the length scale included.
-            noise: Noise variance in units of the process's variance.
+            noise: Noise variance in units of a process's variance; one for all outcomes, or ``m``.
+            combination: See the attributes.
+            trend: The slope of each outcome's prior mean in phi, ``m x d``; None for constant ones.
         """
-        f = cls(phi.shape[1], len(phi)).to(phi.device)
+        costs = costs.double().view(len(phi), -1)
+        f = cls(phi.shape[1], *costs.shape).to(phi.device)
+        f.combination = combination
         f.points, f.transform = phi.double(), transform.double().contiguous()  # as a loaded one is
-        f.cost_mean, f.cost_std = cost.double().mean(), _spread(cost)
-        f.noise = torch.tensor(noise, dtype=torch.float64, device=phi.device)
-        target = (cost.double() - f.cost_mean) / f.cost_std
-        ones = torch.ones_like(target)
-        solved = torch.cholesky_solve(torch.stack([ones, target], 1), f.root())
-        f.constant = (ones @ solved[:, 1]) / (ones @ solved[:, 0])
-        f.weights = solved[:, 1] - f.constant * solved[:, 0]
-        f.variance = ((target - f.constant) @ f.weights) / len(target)
+        whole = costs[:, 0] if combination is None else combination.cost(costs)
+        f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
+        f.noise.copy_(torch.as_tensor(noise, dtype=torch.float64))
+        if trend is not None:
+            rest = costs - f.points @ trend.T
+            f.explained = 1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum()
+            costs = rest
+        f.outcome_mean, f.outcome_std = costs.mean(0), _spread(costs)
+        if trend is not None:
+            f.trend = trend / f.outcome_std[:, None]
+        targets, ones = (costs - f.outcome_mean) / f.outcome_std, torch.ones_like(f.points[:, :1])
+        for own, root in f.roots():
+            solved = torch.cholesky_solve(torch.cat([ones, targets[:, own]], 1), root)
+            f.constant[own] = _dots(ones.expand(-1, len(own)), solved[:, 1:]) / _dots(ones, solved[:, :1])
+            weights = solved[:, 1:] - f.constant[own] * solved[:, :1]
+            f.weights[own] = weights.T
+            f.variance[own] = _dots(targets[:, own] - f.constant[own], weights) / len(phi)
         return f
 
     def kernel(self, phi: Tensor) -> Tensor:
-        """Return the correlation of the process at phi, ``m x d``, and at the points, ``m x n``."""
+        """Return the correlation of the processes at phi, ``k x d``, and at the points, ``k x n``."""
         return rbf(phi @ self.transform, self.points @ self.transform)
 
-    def root(self) -> Tensor:
-        """Return the Cholesky factor of the points' covariance in units of the variance, ``n x n``."""
-        if self._root is None or self._root.device != self.points.device:
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each noise that occurs, the indices of the outcomes that have it, and the Cholesky factor.
+
+        That is of the points' covariance in units of an outcome's variance, ``n x n``.
+        """
+        if not self._roots or self._roots[0][1].device != self.points.device:
             covariance = self.kernel(self.points)
-            covariance.diagonal().add_(self.noise)
-            self._root = torch.linalg.cholesky(covariance)
-        return self._root
+            self._roots = []
+            for noise in self.noise.unique():
+                noisy = covariance.clone()
+                noisy.diagonal().add_(noise)
+                self._roots.append(((self.noise == noise).nonzero()[:, 0], torch.linalg.cholesky(noisy)))
+        return self._roots
+
+    def outcomes(self, phi: Tensor) -> Tensor:
+        """Return the outcomes' posterior means at phi, ``k x d``, each in its standardised units, ``k x m``."""
+        phi = phi.double()
+        return self.constant + linear(self.kernel(phi), self.weights) + phi @ self.trend.T
+
+    def combined(self, outcomes: Tensor) -> Tensor:
+        """Return the cost, in standardised units, ``...``, of outcomes in theirs, ``... x m``."""
+        if self.combination is None:
+            return outcomes[..., 0]
+        cost = self.combination.cost(self.outcome_mean + self.outcome_std * outcomes)
+        return (cost - self.cost_mean) / self.cost_std
 
     def members(self, phi: Tensor) -> Tensor:
-        """Predict the cost at phi, ``... x d``; the only member is the posterior mean, ``... x 1``."""
+        """Predict the cost at phi, ``... x d``; the only member is what the means make, ``... x 1``."""
         mean = self.mean(phi.reshape(-1, self.dim))
         return (self.cost_mean + self.cost_std * mean).view(*phi.shape[:-1], 1)
 
     def mean(self, phi: Tensor) -> Tensor:
-        """Return the posterior mean at phi, ``m x d``, in standardised units, ``m``, float64."""
-        return self.constant + self.kernel(phi.double()) @ self.weights
+        """Return the cost at phi, ``k x d``, in standardised units, ``k``, float64."""
+        return self.combined(self.outcomes(phi))
+
+    def unknown(self, phi: Tensor) -> Tensor:
+        """Return the share of each outcome's prior variance that is left at phi, ``k x d``: ``k x m``."""
+        kernel, left = self.kernel(phi.double()).T, []
+        for own, root in self.roots():
+            cross = torch.linalg.solve_triangular(root, kernel, upper=False)
+            left.append((1 - cross.square().sum(0)).clamp(min=0)[:, None].expand(-1, len(own)))
+        order = torch.cat([own for own, _ in self.roots()]).argsort()
+        return torch.cat(left, 1)[:, order]
 
     def std(self, phi: Tensor) -> Tensor:
-        """Return the standard deviation of the metric itself, without noise, at phi, ``m x d``, as a cost."""
-        cross = torch.linalg.solve_triangular(self.root(), self.kernel(phi.double()).T, upper=False)
-        std: Tensor = self.cost_std * (self.variance * (1 - cross.square().sum(0)).clamp(min=0)).sqrt()
-        return std
+        """Return each outcome's standard deviation, without noise, at phi, ``k x d``, as a cost, ``k x m``."""
+        return self.outcome_std * (self.variance * self.unknown(phi)).sqrt()
 
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of an observation, in units of the cost."""
-        return float(self.cost_std * (self.variance * self.noise).sqrt())
+    def noise_std(self, phi: Tensor) -> float:
+        """Return the standard deviation of an observation at phi, ``d``, in units of the cost.
 
-    def deviations(self, count: int, generator: torch.Generator, features: int = 512) -> Callable[[Tensor], Tensor]:
+        Each outcome counts as much as the cost changes with it there.
+        """
+        outcomes = self.outcomes(phi[None]).detach().requires_grad_(True)
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.combined(outcomes).sum(), outcomes)
+        return float(self.cost_std * (slope.square() * self.variance * self.noise).sum().sqrt())
+
+    def outcome_deviations(
+        self, count: int, generator: torch.Generator, features: int = 512
+    ) -> Callable[[Tensor], Tensor]:
         """Draw posterior samples (Wilson et al., 2020: random Fourier features, corrected at the points).
 
         Args:
@@ -155,23 +226,44 @@ class GPValueFunction(ValueFunction):
             features: Number of Fourier features of the prior.
 
         Returns:
-            A function of phi, ``m x d``: each sample's deviation from the posterior mean, ``m x count``, in
-            standardised units. It is differentiable.
+            A function of phi, ``k x d``: each sample's deviation from the outcomes' posterior means, ``k x count x m``,
+            in their standardised units. It is differentiable.
         """
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.points.device)
 
+        drawn = count, len(self.noise)
         frequency = randn(features, self.dim)
         phase = 2 * math.pi * torch.rand(features, generator=generator, dtype=torch.float64).to(self.points.device)
-        amplitude = randn(features, count) * (2 * self.variance / features).sqrt()
+        amplitude = (randn(features, *drawn) * (2 * self.variance / features).sqrt()).flatten(1)
 
         def prior(phi: Tensor) -> Tensor:
-            return torch.cos((phi @ self.transform) @ frequency.T + phase) @ amplitude
+            return (torch.cos((phi @ self.transform) @ frequency.T + phase) @ amplitude).view(len(phi), *drawn)
 
-        noise = randn(len(self.points), count) * (self.variance * self.noise).sqrt()
-        update = torch.cholesky_solve(prior(self.points) + noise, self.root())
-        return lambda phi: prior(phi.double()) - self.kernel(phi.double()) @ update
+        at_points = prior(self.points) + randn(len(self.points), *drawn) * (self.variance * self.noise).sqrt()
+        update = torch.empty_like(at_points)
+        for own, root in self.roots():
+            solved = torch.cholesky_solve(at_points[..., own].flatten(1), root)
+            update[..., own] = solved.view(len(self.points), count, -1)
+        update = update.flatten(1)
+        return lambda phi: prior(phi.double()) - (self.kernel(phi.double()) @ update).view(len(phi), *drawn)
+
+    def deviations(self, count: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """Draw posterior samples of the cost (see `outcome_deviations`).
+
+        Returns:
+            A function of phi, ``k x d``: each sample's deviation from `mean`, ``k x count``, in standardised units.
+        """
+        deviations = self.outcome_deviations(count, generator)
+        if self.combination is None:
+            return lambda phi: deviations(phi)[..., 0]
+
+        def of_cost(phi: Tensor) -> Tensor:
+            means = self.outcomes(phi)[:, None]
+            return self.combined(means + deviations(phi)) - self.combined(means)
+
+        return of_cost
 
 
 def rbf(a: Tensor, b: Tensor) -> Tensor:
@@ -198,69 +290,136 @@ class GPLearner:
 
     @num_threads(1)
     def __call__(
-        self, phi: Tensor, cost: Tensor, previous: Hyperparameters | None = None, least_noise: float = 0.0
+        self,
+        phi: Tensor,
+        costs: Tensor,
+        previous: Hyperparameters | None = None,
+        least_noise: Tensor | float = 0.0,
+        combination: Combination | None = None,
+        promised: Tensor | None = None,
     ) -> GPValueFunction:
-        """Fit to points, ``n x d``, and their costs, ``n``.
+        """Fit to points, ``n x d``, and their outcomes' costs, ``n x m``, or ``n`` of one outcome.
 
         Args:
             phi: The points, ``n x d``.
-            cost: Their costs, ``n``.
+            costs: The costs.
             previous: Hyper-parameters to keep instead of choosing them.
             least_noise: See `most_likely`.
+            combination: How the outcomes make the metric; None of one that is the metric.
+            promised: What the outcomes' losses promise (`trend_of`), ``m x d``; None for nothing.
 
         Raises:
             ValueFunctionError: All costs are equal.
         """
-        if cost.min() == cost.max():
-            raise ValueFunctionError(f"all {len(cost)} costs equal {float(cost[0]):.6g}: the metric does not react")
-        chosen = previous or self.most_likely(phi, cost, least_noise)
-        return GPValueFunction.conditioned(phi, cost, self.transform(chosen), chosen.noise)
+        costs = costs.double().view(len(phi), -1)
+        if not _vary(costs).any():
+            raise ValueFunctionError(
+                f"all {len(costs)} costs equal {float(costs[0, 0]):.6g}: the metric does not react"
+            )
+        chosen = previous or self.most_likely(phi, costs, least_noise, promised)
+        trend = None if promised is None else trend_of(promised, phi, costs)
+        return GPValueFunction.conditioned(phi, costs, self.transform(chosen), chosen.noise, combination, trend)
 
     def transform(self, chosen: Hyperparameters) -> Tensor:
         """Return T, ``d x d``: distances in ``phi T`` are in units of the length scale."""
         typical = self.scale * math.sqrt(2 * len(self.spectrum.weights))
         return self.spectrum.root(chosen.exponent) / (chosen.length * typical)
 
-    def most_likely(self, phi: Tensor, cost: Tensor, least_noise: float = 0.0) -> Hyperparameters:
-        """Return the grid's hyper-parameters of the highest marginal likelihood times prior.
+    def most_likely(
+        self,
+        phi: Tensor,
+        costs: Tensor,
+        least_noise: Tensor | float = 0.0,
+        promised: Tensor | None = None,
+    ) -> Hyperparameters:
+        """Return the grid's kernel of the highest marginal likelihood of all outcomes times prior, and their noises.
+
+        Outcomes of one model resemble each other: m of them say as much as sqrt(m) that don't, so the length scale's
+        prior counts as often.
 
         Args:
             phi: The points, ``n x d``.
-            cost: Their costs, ``n``.
-            least_noise: Standard deviation of the noise in a cost, as far as it is known: others are not considered
-                below it, unless the grid has none above.
+            costs: The outcomes' costs, ``n x m``, or ``n`` of one outcome.
+            least_noise: Standard deviation of the noise in each cost, ``m``, as far as it is known: others are not
+                considered below it, unless the grid has none above.
+            promised: As of a call.
         """
-        target = (cost.double() - cost.double().mean()) / _spread(cost)
-        scored: list[tuple[bool, float, Hyperparameters]] = []
+        phi, costs = phi.double(), costs.double().view(len(phi), -1)
+        if promised is not None:
+            costs = costs - phi @ trend_of(promised, phi, costs).T
+        varies = _vary(costs)  # of the others nothing is to be learned
+        rest, least = costs[:, varies], torch.as_tensor(least_noise, dtype=torch.float64).expand(len(varies))[varies]
+        ones, targets = torch.ones_like(rest[:, :1]), (rest - rest.mean(0)) / _spread(rest)
+        noises = torch.tensor(NOISES, dtype=torch.float64, device=phi.device)[:, None]
+        of_noise = torch.tensor([_log_normal(noise, *NOISE_PRIOR) for noise in NOISES]).to(noises)[:, None]
+        scored: list[tuple[int, float, float, float, Tensor]] = []
         for exponent in self.exponents:
             for length in LENGTHS:
-                z = phi.double() @ self.transform(Hyperparameters(exponent, length, 0.0))
+                z = phi @ self.transform(Hyperparameters(exponent, length, ()))
                 values, vectors = torch.linalg.eigh(rbf(z, z))
-                values, projected = values.clamp(min=0), vectors.T @ torch.stack([torch.ones_like(target), target], 1)
-                for noise in NOISES:
-                    score, amplitude = log_likelihood(values + noise, projected)
-                    score -= _log_normal(length, *LENGTH_PRIOR) + _log_normal(noise, *NOISE_PRIOR)
-                    enough = math.sqrt(amplitude * noise) * float(_spread(cost)) >= least_noise
-                    scored.append((enough, score, Hyperparameters(exponent, length, noise)))
-        return max(scored, key=lambda each: each[:2])[2]
+                projected = vectors.T @ torch.cat([ones, targets], 1)
+                scores, amplitudes = log_likelihoods(values.clamp(min=0) + noises, projected)
+                enough = (amplitudes * noises).sqrt() * _spread(rest) >= least.to(phi.device)
+                allowed = (scores - of_noise).where(enough | ~enough.any(0), -math.inf)
+                best = allowed.max(0)
+                score = float(best.values.sum()) - math.sqrt(rest.shape[1]) * _log_normal(length, *LENGTH_PRIOR)
+                scored.append((int(enough.any(0).sum()), score, exponent, length, best.indices))
+        _, _, exponent, length, indices = max(scored, key=lambda each: each[:2])
+        noise = torch.full((len(varies),), NOISE_PRIOR[0], dtype=torch.float64)
+        noise[varies.cpu()] = noises[indices, 0].cpu()
+        return Hyperparameters(exponent, length, tuple(noise.tolist()))
 
 
-def log_likelihood(eigenvalues: Tensor, projected: Tensor) -> tuple[float, float]:
-    """Return the log marginal likelihood, up to a constant, at the best amplitude and mean, and that amplitude.
+def log_likelihoods(eigenvalues: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log marginal likelihoods, up to a constant, at the best amplitude and mean, and these amplitudes.
 
     Args:
-        eigenvalues: Of the covariance in units of the amplitude, noise included, ``n``.
-        projected: A vector of ones and the targets in its eigenvectors' basis, ``n x 2``.
+        eigenvalues: Of the covariance in units of the amplitude, each noise included, ``k x n``.
+        projected: A vector of ones and the m targets in its eigenvectors' basis, ``n x (1 + m)``.
+
+    Returns:
+        Both ``k x m``.
     """
-    ones, target = projected.unbind(1)
-    mean = (ones * target / eigenvalues).sum() / (ones * ones / eigenvalues).sum()
-    amplitude = ((target - mean * ones).square() / eigenvalues).mean()
-    return float(-0.5 * (len(target) * amplitude.log() + eigenvalues.log().sum())), float(amplitude)
+    ones, targets = projected[:, :1], projected[:, 1:]
+    precision = 1 / eigenvalues
+    of_ones, of_both, of_targets = precision @ ones.square(), precision @ (ones * targets), precision @ targets.square()
+    amplitudes = ((of_targets - of_both.square() / of_ones) / len(targets)).clamp(min=torch.finfo(torch.float64).tiny)
+    return -0.5 * (len(targets) * amplitudes.log() + eigenvalues.log().sum(1, keepdim=True)), amplitudes
+
+
+def trend_of(promised: Tensor, phi: Tensor, costs: Tensor) -> Tensor:
+    """Return the slopes of the outcomes' prior means, ``m x d``: what their losses promise, times one number.
+
+    That number is the least-squares fit to all outcomes, and at least 0.
+
+    Args:
+        promised: The gradient of each outcome's own loss, signed as its cost is; 0 of one without a loss, ``m x d``.
+        phi: Points, ``n x d``.
+        costs: The outcomes' costs there, ``n x m``.
+    """
+    expected = _about_mean(phi.double() @ promised.T)
+    slope = (expected * _about_mean(costs)).sum() / expected.square().sum()
+    return promised * slope.nan_to_num(0.0).clamp(min=0)
+
+
+def _about_mean(values: Tensor) -> Tensor:
+    return values - values.mean(0)
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of columns, ``m``, of ``n x m`` each: each summed in the order of that column alone."""
+    return torch.stack([x @ y for x, y in zip(a.T, b.T, strict=True)])
 
 
 def _log_normal(value: float, median: float, spread: float) -> float:
     return 0.5 * (math.log(value / median) / spread) ** 2
 
 
-def _spread(cost: Tensor) -> Tensor:
-    return cost.double().std().clamp(min=torch.finfo(torch.float64).tiny)
+def _vary(costs: Tensor) -> Tensor:
+    """Return which columns of ``n x m`` are not constant, ``m``."""
+    return costs.amax(0) > costs.amin(0)
+
+
+def _spread(costs: Tensor) -> Tensor:
+    """Return the standard deviation of ``n``, or of each column of ``n x m``; 1 of what does not vary."""
+    return costs.std(0).where(_vary(costs), 1.0)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.files import write_tensors
 from metricopt_ext.utils.words import shortened
 
-FILE_FORMAT = "metricopt_ext/value_function/4"
+FILE_FORMAT = "metricopt_ext/value_function/5"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class ValueFunction(nn.Module):
         radius: Distance from it below which 95% of the fitted phi lie; f should not be trusted much further out.
         gradient_floor: Length of grad f below which f counts as flat: 10% of the fitted points have a smaller one.
         quality: Held-out quality, None until measured.
+        combination: How outcomes that f predicts make the metric; None where it predicts the metric itself.
         signature: The adapter whose phi f was fitted to, under which alone it is followed; None if unknown. Set it to
             None to follow f under another adapter all the same.
     """
@@ -103,6 +105,7 @@ class ValueFunction(nn.Module):
         self.members_count: int = members
         self.arguments: dict[str, int] = {"dim": dim, "members": members}  # from which a file's f is made anew
         self.quality: Quality | None = None
+        self.combination: Combination | None = None
         self.signature: Signature | None = None
         self.register_buffer("centre", torch.zeros(dim))
         self.register_buffer("radius", torch.tensor(math.inf))
@@ -167,7 +170,9 @@ class ValueFunction(nn.Module):
         """Write f, its domain, its quality and the signature of its adapter to a safetensors file."""
         quality = None if self.quality is None else asdict(self.quality)
         signature = None if self.signature is None else self.signature.to_json()
+        combination = None if self.combination is None else self.combination.to_json()
         described = {"kind": self.kind, "settings": self.arguments, "quality": quality, "signature": signature}
+        described |= {"combination": combination}
         write_tensors(path, self.state_dict(), FILE_FORMAT, described)
 
 

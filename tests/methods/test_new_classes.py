@@ -70,7 +70,7 @@ def test_gains_of_half_the_classes_on_both_halves_have_closed_forms() -> None:
     halves = torch.tensor([each.pairs for each in end.evaluations], dtype=torch.float64)
     assert end.f is not None
     start = torch.zeros(2, dtype=torch.float64)
-    own, other = cross_gains(end.f, end.points, halves, start, end.phi)
+    own, other = cross_gains(end.f, end.points, halves[..., None], start, end.phi)
     means = torch.stack([b[list(half)].mean(0) for division in DIVISIONS for half in division])
     steps = torch.linalg.solve(CURVATURE, means.T).T
     swapped = means[torch.arange(len(means)) ^ 1]

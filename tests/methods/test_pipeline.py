@@ -247,7 +247,7 @@ def test_repeats_share_the_budget_and_tell_chance(quadratic: Callable[..., Any],
     assert task.problem.queries == metric.ledger.spent == sum(result.queries.values()) <= 2 * QUERIES
     if strategy is None:  # f and the guard know of the noise
         assert result.fit is not None
-        assert result.fit.f.noise_std > 0.1
+        assert result.fit.f.noise_std(result.points[0]) > 0.1
         assert result.chance > 0.1
 
 

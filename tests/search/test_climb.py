@@ -15,7 +15,7 @@ from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters, 
 def fitted(
     dim: int, points: int, chance: Tensor | None = None, *, seed: int = 0, true: bool = False
 ) -> tuple[GPValueFunction, Tensor]:
-    """f of a bowl, smooth over the points, the start first, and halves that differ by twice a chance, ``n``.
+    """f of a bowl, smooth over the points, the start first, and halves, ``n x 2 x 1``, twice a chance, ``n``, apart.
 
     Args:
         true: Whether the bowl is in both halves; else they agree on nothing.
@@ -23,9 +23,9 @@ def fitted(
     phi = rand(points, dim, seed=seed)
     phi[0] = 0
     cost = phi.square().sum(1)
-    f = GPLearner(1.0, Spectrum.flat(dim))(phi, cost, Hyperparameters(0.0, 5.6, 1e-3))
+    f = GPLearner(1.0, Spectrum.flat(dim))(phi, cost, Hyperparameters(0.0, 5.6, (1e-3,)))
     apart = phi @ slope(dim, seed) if chance is None else chance
-    return f, torch.stack([apart, -apart], 1) + (cost[:, None] if true else 0)
+    return f, (torch.stack([apart, -apart], 1) + (cost[:, None] if true else 0))[..., None]
 
 
 def slope(dim: int, seed: int = 0) -> Tensor:

@@ -326,7 +326,7 @@ def gp_slope(f: GPValueFunction, phi: Tensor) -> np.ndarray:
     """The gradient of ``c + s sum_i w_i exp(-|T (phi - x_i)|^2 / 2)``, written out."""
     z = (phi - f.points) @ f.transform
     correlation = torch.exp(-z.square().sum(1) / 2)
-    slope = -(f.weights * correlation) @ (z @ f.transform.T)
+    slope = -(f.weights[0] * correlation) @ (z @ f.transform.T)
     return (f.cost_std * slope).numpy()
 
 

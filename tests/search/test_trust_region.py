@@ -196,7 +196,7 @@ def test_a_scale_that_is_too_wide_is_mended(quadratic: Callable[..., Any], times
     assert smallest
     assert end.f is not None
     learner = GPLearner(end.widened * typical / 4, probe(quadratic(16), task.origin(), 0).spectrum)
-    grid = (Hyperparameters(*each, end.f.noise.item()) for each in itertools.product(EXPONENTS, LENGTHS))
+    grid = (Hyperparameters(*each, (end.f.noise.item(),)) for each in itertools.product(EXPONENTS, LENGTHS))
     assert any(torch.allclose(end.f.transform, learner.transform(each), rtol=1e-12, atol=0) for each in grid)
 
 
@@ -276,7 +276,7 @@ def test_the_end_is_no_worse_than_the_best_by_f(quadratic: Callable[..., Any], s
     end = run(task, task.origin(), 50, seed=seed)
     assert end.f is not None
     best = int(end.f.mean(end.points).argmin())
-    assert end.cost <= end.evaluations[best].cost + end.f.noise_std
+    assert end.cost <= end.evaluations[best].cost + end.f.noise_std(end.phi)
     assert end.cost == end.evaluation.cost == task.evaluate(end.phi, "check").cost
     order = end.f.mean(end.points).argsort()
     mean_of_best = end.points[order[:6]].mean(0)  # an eighth of 49
@@ -298,7 +298,7 @@ def test_the_end_is_no_worse_than_the_best_seen_but_for_what_halves_show_to_be_c
     told = replace(task, metric=Metric(halves, maximize=False, bounds=None))
     end = run(told, task.origin(), 30, seed=seed)
     assert end.f is not None
-    assert end.f.noise_std > 0.02
+    assert end.f.noise_std(end.phi) > 0.02
     assert end.cost <= min(each.cost for each in end.evaluations) + 2e-3
 
 

@@ -474,3 +474,174 @@ def test_a_change_by_the_user_without_a_trace_is_kept() -> None:
         model[0].weight.data.fill_(value)  # as some optimizers and averages do
         metric.evaluate(model, "test")
         assert model[0].weight.eq(value).all()
+
+
+# --- Metrics of several outcomes -----------------------------------------------------------------------------------
+
+RECALLS = {"cat": 0.5, "dog": 0.25, "cow": 0.75}
+ON_HALVES = {"cat": 0.5, "dog": 0.125, "cow": 1.0}, {"cat": 0.25, "dog": 0.5, "cow": 0.5}
+
+
+def smooth(outcomes: Tensor) -> Tensor:
+    """Return their geometric mean, ``...``, of ``... x m``."""
+    return outcomes.clamp(min=1e-6).log().mean(-1).exp()
+
+
+def made_of(answer: Any, **settings: Any) -> Metric:
+    function = answer if callable(answer) else constant(answer)
+    return Metric(function, **{"maximize": True, "combine": "worst", "name": "made", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "pair"),
+    [
+        ({}, 0.25, (0.125, 0.25)),
+        ({"maximize": False}, 0.75, (1.0, 0.5)),
+        ({"combine": "mean"}, 0.5, (1.625 / 3, 1.25 / 3)),
+        ({"combine": lambda x: x[..., 0] - x[..., 2] / 4}, 0.3125, (0.25, 0.125)),
+        ({"combined": ["cow", "cat"]}, 0.5, (0.5, 0.25)),
+        ({"subject_to": {"dog": ">= 0.2"}}, 0.5, (0.5, 0.25)),
+        ({"subject_to": {"dog": ">= 0.2"}, "combined": ["cat", "dog"]}, 0.25, (0.125, 0.25)),
+        ({"also": {"bird": constant((0.0, (0.0, 0.1)))}}, 0.25, (0.125, 0.25)),
+    ],
+)
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_outcomes_make_the_value_and_each_half_s(settings: dict[str, Any], value: float, pair: Any, pairs: int) -> None:
+    metric = made_of((RECALLS, ON_HALVES if pairs == 1 else (ON_HALVES,) * pairs), **settings)
+    found = metric.evaluate(nn.Identity(), "test")
+    assert found.value == pytest.approx(value, abs=1e-15)
+    assert found.pairs == (pytest.approx(pair, abs=1e-15),) * pairs
+    told = {name: found.also[name] for name in RECALLS}
+    assert told == RECALLS
+    assert list(found.outcomes) == list(RECALLS)
+    assert found.outcomes["dog"].pairs == ((0.125, 0.5),) * pairs
+    assert metric.ledger.spent == 1
+
+
+def test_each_outcome_of_a_dict_may_have_its_own_halves() -> None:
+    found = made_of({"a": (0.5, (0.25, 0.75)), "b": (0.6, (0.5, 0.7))}).evaluate(nn.Identity(), "test")
+    assert (found.value, found.pairs) == (0.5, ((0.25, 0.7),))
+
+
+def test_a_function_besides_is_combined_where_it_is_listed_alone() -> None:
+    calls: list[int] = []
+
+    def bird() -> Any:
+        calls.append(1)
+        return 0.0, (0.0, 0.1)
+
+    unlisted, listed = (
+        made_of((RECALLS, ON_HALVES), also={"bird": bird}, combined=names) for names in (None, ["bird"])
+    )
+    assert unlisted.evaluate(nn.Identity(), "test").value == 0.25
+    assert (len(calls), unlisted.look(nn.Identity())) == (0, {"bird": 0.0})
+    found = listed.evaluate(nn.Identity(), "test")
+    assert (found.value, found.pairs) == (0.0, ((0.0, 0.1),))
+    assert (len(calls), listed.look(nn.Identity())) == (2, {})
+
+
+def test_repeats_are_averaged_by_outcome_before_they_are_combined() -> None:
+    calls = [({"a": 0.25, "b": 0.5}, ({"a": 0.0, "b": 0.5}, {"a": 0.5, "b": 0.5})), ({"a": 0.75, "b": 0.25}, None)]
+    found = made_of(returning(*calls), repeats=2).evaluate(nn.Identity(), "test")
+    assert (found.value, found.pairs, found.noise) == (0.375, (), 0.0)  # each call's worst is .25
+    assert found.outcomes == {"a": Outcome(0.5, (), 0.25), "b": Outcome(0.375, (), 0.125)}
+
+
+def test_the_direction_of_each_outcome_is_known_where_something_tells() -> None:
+    lower = made_of(RECALLS, maximize=False, subject_to={"dog": ">= 0.2", "ece": "<= 1"})
+    assert [lower.outcome_sign(name) for name in ("cat", "dog", "ece")] == [1, -1, 1]
+    both = made_of(RECALLS, maximize=False, subject_to={"dog": ">= 0.2"}, combined=["dog"])
+    assert [both.outcome_sign(name) for name in ("cat", "dog")] == [None, 1]
+    told = made_of(RECALLS, combine=smooth, directions={"cat": True, "dog": False}, subject_to={"cow": "<= 1"})
+    assert [told.outcome_sign(name) for name in ("cat", "dog", "cow", "bird")] == [-1, 1, 1, None]
+
+
+@pytest.mark.parametrize("combine", ["worst", smooth])
+def test_what_is_derived_from_a_metric_of_outcomes_is_one(combine: Any) -> None:
+    metric = made_of((RECALLS, ON_HALVES), combine=combine, combined=["cow", "cat"])
+    found = metric.with_settings(repeats=1).evaluate(nn.Identity(), "test")
+    assert found == metric.evaluate(nn.Identity(), "test")
+    assert metric.settings["combined"] == ["cow", "cat"]
+    assert metric.with_settings(combine=None, combined=None).combination is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"combine": "best"}, ("best", "'worst'")),
+        ({"combine": 3}, ("3",)),
+        ({"combined": "cat"}, ("combined", "cat")),
+        ({"combined": []}, ("combined",)),
+        ({"combined": ["cat", "cat"]}, ("combined", "cat")),
+        ({"combine": None, "combined": ["cat"]}, ("combined", "combine=")),
+        ({"combine": None, "directions": {}}, ("directions", "combine=")),
+        ({"directions": {"cat": True}}, ("directions", "'worst'")),
+        ({"combine": smooth, "directions": {"cat": 1}}, ("directions", "1")),
+    ],
+)
+def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert_refused(lambda: made_of(RECALLS, **settings), ValueError, *names)
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "names"),
+    [
+        (0.5, {}, ("0.5", "combine")),
+        ({}, {}, ("none",)),
+        (RECALLS, {"subject_to": dict.fromkeys(RECALLS, ">= 0")}, ("none",)),
+        ({**RECALLS, "dog": math.nan}, {}, ("'dog'", "nan", "leave out")),
+        ({**RECALLS, "dog": "0.5%"}, {}, ("'dog'", "0.5%")),
+        ({**RECALLS, 3: 0.5}, {}, ("3",)),
+        ({**RECALLS, "made": 0.5}, {}, ("'made'",)),
+        ({**RECALLS, "cat": 1.5, "dog": 1.2, "cow": 1.3}, {}, ("1.2", "bounds")),
+        ((RECALLS, ON_HALVES[:1]), {}, ("halves",)),
+        ((RECALLS, 0.5), {}, ("halves", "0.5")),
+        ((RECALLS, ({"cat": 0.5}, ON_HALVES[1])), {}, ("halves", "'dog'", "nan")),
+        ({"a": (0.5, (0.4, 0.6)), "b": (0.5, ((0.4, 0.6), (0.4, 0.6)))}, {}, ("1, 2",)),
+        (RECALLS, {"combined": ["cat", "bird"]}, ("'bird'",)),
+        (RECALLS, {"combine": smooth, "directions": {"bird": True}}, ("'bird'", "directions")),
+        (RECALLS, {"combine": None}, ("'made'", "combine=")),
+        (RECALLS, {"combine": lambda x: x.amin()}, ("(6, 3)",)),
+        (RECALLS, {"combine": lambda x: x.amin(0)}, ("(6, 3)",)),
+        ({**RECALLS, **dict.fromkeys("abc", 0.5)}, {"combine": lambda x: x.amin(0)}, ("alone",)),
+        (RECALLS, {"combine": lambda x: x[:, 0]}, ("... x m",)),
+        (RECALLS, {"combine": lambda x: x.detach().amin(-1)}, ("gradient",)),
+        (RECALLS, {"combine": lambda x: (x > 0.3).double().mean(-1)}, ("gradient",)),
+        (RECALLS, {"combine": lambda x: x.detach().mean().item()}, ("float",)),
+        ({**RECALLS, "dog": 0.0}, {"combine": lambda x: x.log().mean(-1).exp()}, ("finite", "clamp")),
+    ],
+)
+def test_outcomes_that_make_no_value_are_refused_at_the_first_query(
+    answer: Any, settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    metric = made_of(answer, **settings)
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "test"), MetricError, *names)
+
+
+@pytest.mark.parametrize(
+    "later", [{"cat": 0.5, "dog": 0.5}, {**RECALLS, "cow ": 0.5}, {"dog": 0.5, "cat": 0.5, "cow": 0.5}]
+)
+def test_outcomes_of_other_names_or_order_than_before_are_refused(later: dict[str, float]) -> None:
+    metric = made_of(returning(RECALLS, later, RECALLS))
+    metric.evaluate(nn.Identity(), "test")
+    assert_refused(lambda: metric.evaluate(nn.Identity(), "test"), MetricError, *map(repr, later), "'cow'")
+    assert metric.evaluate(nn.Identity(), "test").value == 0.25
+
+
+@pytest.mark.parametrize("halves", ["few rows", (ON_HALVES[0], {**ON_HALVES[1], "cat": math.nan})])
+def test_an_outcome_without_halves_is_named_once(halves: Any) -> None:
+    metric = made_of((RECALLS, halves))
+    with pytest.warns(UserWarning, match="'cat'"):
+        found = metric.evaluate(nn.Identity(), "test")
+    assert (found.value, found.pairs) == (0.25, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert metric.evaluate(nn.Identity(), "test") == found
+
+
+def test_a_function_may_combine_where_no_gradients_are_taken() -> None:
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            assert made_of(RECALLS, combine=smooth).evaluate(nn.Identity(), "test").value == pytest.approx(
+                0.4543, abs=1e-4
+            )
