@@ -28,8 +28,9 @@ from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.asking import Trial as Asked
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
-from metricopt_ext.tasks.halved import pairs_of
+from metricopt_ext.tasks.halved import by_name, pairs_of
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
@@ -133,7 +134,11 @@ class Search:
         maximize: With an adapter only: whether higher is better.
         bounds: With an adapter only: lowest and highest possible value; None if they are not known.
         name: With an adapter only: the metric's name.
-        subject_to: With an adapter only: constraints on other quantities, which `tell` takes as ``also`` (`Metric`).
+        subject_to: With an adapter only: constraints on other quantities, which `tell` takes as ``outcomes``
+            (`Metric`).
+        combine: With an adapter only: how outcomes make the metric; `tell` takes them by name then (`Metric`).
+        combined: With an adapter only: names of what is combined, as of `Metric`.
+        directions: With an adapter only: whether higher is better, as of `Metric`.
         gradients: With an adapter only: gradients of a loss in phi, ``m x d``, computed elsewhere; their directions
             shape f's kernel and the first design.
         new_classes: With an adapter only: whether the model will be judged on classes other than the metric's; see
@@ -172,9 +177,21 @@ class Search:
         subject_to: Mapping[str, str] | None = None,
         gradients: Tensor | None = None,
         new_classes: bool | None = None,
+        combine: Combine | None = None,
+        combined: Sequence[str] | None = None,
+        directions: Mapping[str, bool] | None = None,
     ) -> None:
         task = _task_of(
-            task, gradients, maximize=maximize, bounds=bounds, name=name, subject_to=subject_to, new_classes=new_classes
+            task,
+            gradients,
+            maximize=maximize,
+            bounds=bounds,
+            name=name,
+            subject_to=subject_to,
+            new_classes=new_classes,
+            combine=combine,
+            combined=combined,
+            directions=directions,
         )
         strategy = strategy or GuidedTrustRegion()
         check_search(strategy)
@@ -228,8 +245,8 @@ class Search:
     def tell(
         self,
         id: int,
-        value: float,
-        halves: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
+        value: float | Mapping[str, Any],
+        halves: Any = None,
         noise: float | None = None,
         outcomes: Mapping[str, Any] | None = None,
     ) -> None:
@@ -237,32 +254,31 @@ class Search:
 
         Args:
             id: The trial's.
-            value: The metric's value, in its own units.
+            value: The metric's value, in its own units; of a metric that `combine` makes of outcomes, these by name.
             halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
-                several pairs of halves, as many at each trial.
+                several pairs of halves, as many at each trial. Of outcomes each half is a dict, too.
             noise: Standard error of the value, if it is the mean of several evaluations.
             outcomes: Other quantities, by name: those that the metric is subject to, and any that are to be shown. Each
-                is a number, or ``(value, halves)``, or ``(value, halves, noise)``, as of the metric.
+                is a number, or ``(value, halves)``, or ``(value, halves, noise)``, as of the metric; None where
+                ``value`` has all by name, in these forms.
 
         Raises:
             ValueError: There is no such trial, it has another answer already, or a number is not finite, outside the
                 metric's bounds, or missing although the metric is subject to it, or another trial was told another
-                number of pairs. Nothing has changed then.
+                number of pairs, or other names. Nothing has changed then.
         """
         metric = self.task.metric
-        told = _told(f"{metric.name!r}", (value, halves, noise))
+        try:
+            told, besides = _read(metric, value, halves, noise, outcomes)
+        except MetricError as wrong:
+            raise ValueError(str(wrong)) from wrong
         before = {len(each.pairs) for each in self._asking.log.entries.values() if each.pairs}
         if told.pairs and before and len(told.pairs) not in before:
             raise ValueError(
                 f"trial {id} is told {counted(len(told.pairs), 'pair')} of halves, but others {before.pop()}; divide"
                 " the data in the same ways for all"
             )
-        try:
-            value, pairs = metric.checked(told.value), metric.checked_pairs(told.pairs)
-        except MetricError as wrong:
-            raise ValueError(str(wrong)) from wrong
-        besides = told_besides(outcomes, metric)
-        self._asking.tell(id, Evaluation(value, besides, pairs, told.noise, sign=metric.sign))
+        self._asking.tell(id, Evaluation(told.value, besides, told.pairs, told.noise, sign=metric.sign))
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
@@ -372,6 +388,26 @@ def _told_from_outside(model: nn.Module) -> float:
     raise MetricError("the values of this search are told to it; it has no function to call")
 
 
+def _read(
+    metric: Metric, value: Any, halves: Any, noise: Any, outcomes: Mapping[str, Any] | None
+) -> tuple[Outcome, dict[str, Outcome]]:
+    """Return what was told of the metric, and of other quantities.
+
+    Raises:
+        ValueError, MetricError: It is something else (`Search.tell`).
+    """
+    if metric.combination is None:
+        told = _told(f"{metric.name!r}", (value, halves, noise))
+        checked = told._replace(value=metric.checked(told.value), pairs=metric.checked_pairs(told.pairs))
+        return checked, told_besides(outcomes, metric)
+    if not isinstance(value, Mapping) or outcomes is not None:
+        given = brief(value) if outcomes is None else f"outcomes={brief(outcomes)}"
+        raise ValueError(f"{given}: combine makes the metric of its outcomes; tell all of them, {{NAME: VALUE}}, first")
+    besides = told_besides(by_name(value, halves), metric)
+    own = _told(f"{metric.name!r}", (0.0, None, noise))
+    return metric.combined_of(besides)._replace(noise=own.noise), besides
+
+
 def told_besides(outcomes: Mapping[str, Any] | None, metric: Metric) -> dict[str, Outcome]:
     """Return what was told besides the metric.
 
@@ -389,7 +425,7 @@ def told_besides(outcomes: Mapping[str, Any] | None, metric: Metric) -> dict[str
                 f"outcomes have {brief(name)}: {brief(given)}; it must be a finite number, a text its name"
             )
     if missing := [name for name in metric.subject_to if name not in told]:
-        remedy = f"tell(..., outcomes={{{missing[0]!r}: VALUE}})"
+        remedy = f"tell {{{missing[0]!r}: VALUE}} among them"
         raise ValueError(f"the metric is subject to {missing[0]!r}, and told are {list(told)} besides; {remedy}")
     return told
 
@@ -408,7 +444,7 @@ def _told(what: str, given: tuple[Any, ...]) -> Outcome:
     except (TypeError, ValueError) as wrong:
         raise ValueError(
             f"{what}: {', '.join(map(brief, given))}; tell a number, two for halves or None (or several pairs of two),"
-            " and a number for noise or None"
+            " and a number for noise or None; several numbers by name are for a metric with combine='worst'"
         ) from wrong
     if error is not None and not 0 <= error < math.inf:
         raise ValueError(f"{what}: noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_code
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -68,10 +69,16 @@ def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
         "weights": fingerprint(task.adapter.base_state_dict()),
         "loss of the first batch": first_loss,
         "population": task.at_once,
+        **({} if metric.combination is None else {"made of outcomes": _made_of(metric.combination)}),
         **({} if not metric.subject_to else {"subject to": bounded(metric)}),
         **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
         **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
     }
+
+
+def _made_of(combination: Combination) -> list[Any]:
+    how, told = combination.combine, sorted(combination.directions.items())
+    return [fingerprint_of_code(how) if callable(how) else how, combination.combined, told]
 
 
 def bounded(metric: Metric) -> dict[str, list[str]]:

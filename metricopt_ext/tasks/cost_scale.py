@@ -95,9 +95,13 @@ class CostScale:
                 f"metric {self.name!r} is made of {shortened(list(self._combined))}, and now told"
                 f" {shortened(list(outcomes))}; tell the same names in the same order each time"
             )
-        self._combined = names
         value, pairs = self.combination.value_of(outcomes)
         return Outcome(self.checked(value), self.checked_pairs(pairs))
+
+    def remember(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Take the names that were told: those of what is combined stay the same from now on."""
+        if self.combination is not None:
+            self._combined = self.combination.names(outcomes)
 
     def normalised(self, cost: Number) -> Number:
         """Return a cost, or a tensor of them, scaled from the bounds to [0, 1] (paper, section 3), or as it is."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from metricopt_ext.errors import MetricError
 from metricopt_ext.tasks.evaluation import Pairs
 from metricopt_ext.utils.numbers import number_of
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, shortened
 
 
 class Halved(float):
@@ -72,3 +72,27 @@ def pairs_of(halves: Any) -> Pairs:
     several = [isinstance(part, tuple | list) or (getattr(part, "ndim", 0) > 0 and len(part) > 1) for part in parts]
     pairs = parts if parts and all(several) else [parts]
     return tuple((number_of(first), number_of(second)) for first, second in pairs)
+
+
+def by_name(values: Mapping[Any, Any], halves: Any) -> dict[Any, Any]:
+    """Return what several quantities are, by name, each with its own halves, as of one alone.
+
+    Args:
+        values: Each a number, or already with halves; then ``halves`` are None.
+        halves: Two dicts of values by name, or several pairs of two; or why there are none, or None.
+
+    Raises:
+        TypeError, ValueError: They are something else, or a half lacks a name.
+    """
+    if halves is None:
+        return dict(values)
+    if isinstance(halves, str):
+        return {name: (each, halves) for name, each in values.items()}
+    try:
+        pairs = [halves] if all(isinstance(each, Mapping) for each in halves) else halves
+        return {name: (each, [(a[name], b[name]) for a, b in pairs]) for name, each in values.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"halves are {brief(halves)}; give two dicts, or several pairs of two, each with all of"
+            f" {shortened(list(map(str, values)))}, nan where it is not defined"
+        ) from error

@@ -212,6 +212,9 @@ class Log:
         """Take points that are open from now on, or answers; they are on disk when this returns."""
         self._write([each.content for each in entries])
         self.entries |= {each.id: each for each in entries}
+        for each in entries:
+            if each.value is not None:
+                self._scale.remember(each.outcomes or {})
 
     def _write(self, contents: Sequence[Any]) -> None:
         if self.path is None:
@@ -267,6 +270,11 @@ class Log:
             found.check()
             self._scale.checked(found.value)
             self._scale.checked_pairs(found.pairs)
+            if self._scale.combination is not None:
+                made = self._scale.combined_of(found.outcomes).value
+                if abs(made - found.value) > SAME * max(1.0, abs(made)):
+                    raise ValueError(f"evaluation {entry.id} is {found.value}, and its outcomes make {made}")
+                self._scale.remember(found.outcomes)
         self.entries[entry.id] = entry
 
 

@@ -21,7 +21,7 @@ from metricopt_ext.tasks.combine import Combination, Combine
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
-from metricopt_ext.tasks.halved import Halved, pairs_of
+from metricopt_ext.tasks.halved import Halved, by_name, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.settings import Values, parameter_of
@@ -30,7 +30,7 @@ from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.weights import Watched
-from metricopt_ext.utils.words import and_more, brief, shortened
+from metricopt_ext.utils.words import and_more, brief
 
 
 class Query(NamedTuple):
@@ -304,6 +304,7 @@ class Metric(CostScale):
             )
         outcomes = {name: self._outcome(name, each) for name, each in told.items()}
         value, pairs, _ = outcomes[self.name] if self.combination is None else self.combined_of(outcomes)
+        self.remember(outcomes)
         if pairs and self._pairs not in (0, len(pairs)):
             raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
         self._pairs = len(pairs) or self._pairs
@@ -317,18 +318,10 @@ class Metric(CostScale):
             if self.combination is not None:
                 raise MetricError(f"metric {self.name!r} told {brief(returned)}; combine needs a dict, {{NAME: value}}")
             return {self.name: returned}
-        if halves is None:
-            return dict(values)
-        if isinstance(halves, str):
-            return {name: (each, halves) for name, each in values.items()}
         try:
-            pairs = [halves] if all(isinstance(each, Mapping) for each in halves) else halves
-            return {name: (each, [(a[name], b[name]) for a, b in pairs]) for name, each in values.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise MetricError(
-                f"metric {self.name!r}: halves are {brief(halves)}; give two dicts, or several pairs of two, each with"
-                f" all of {shortened(list(map(str, values)))}, nan where it is not defined"
-            ) from error
+            return by_name(values, halves)
+        except (TypeError, ValueError) as error:
+            raise MetricError(f"metric {self.name!r}: {error}") from error
 
     def _returned(self, name: str, model: nn.Module, settings: Values | None) -> Any:
         """Call the function of the metric, or of another quantity, on the model, which is left as it was."""
