@@ -13,6 +13,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained, besides
 from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.new_classes import KeptShare
+from metricopt_ext.methods.outcomes import Outcomes
 from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.learned import UpdateRule
@@ -168,6 +169,7 @@ class Result(Generic[Own]):
         holdout: Metric on held-out data, by candidate, the guard's own choice last; empty without such data.
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
+        outcomes: The outcomes that the metric is made of, by candidate and name; None if it is told as a number.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
     """
@@ -199,6 +201,7 @@ class Result(Generic[Own]):
     kept_share: KeptShare | None = field(kw_only=True, default=None)
     holdout: dict[str, float] = field(kw_only=True, default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
+    outcomes: Outcomes | None = field(kw_only=True, default=None)
     constrained: Constrained | None = field(kw_only=True, default=None)
     settings: TunedSettings | None = field(kw_only=True, default=None)
 
@@ -212,6 +215,7 @@ class Result(Generic[Own]):
         unguarded = ", unguarded" if self.guard == "none" else ""
         changed = f"{decimals(self.before)} -> {decimals(self.after)}{self.details.beside()}{unguarded}"
         lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
+        lines += [] if self.outcomes is None else self.outcomes.lines(self.chosen)
         lines += besides(self.also, self.constrained)
         lines += [] if self.settings is None else self.settings.lines()
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
@@ -310,7 +314,9 @@ def outcome(
         decision: What it kept.
         ends: End point phi, ``d``, of each candidate.
     """
-    verdict = decision.verdict
+    verdict, outcomes = decision.verdict, Outcomes.of(metric.combination, candidates)
+    made_of = set() if outcomes is None else outcomes.values["start"].keys() - metric.subject_to.keys()
+    others = {name: {k: v for k, v in each.also.items() if k not in made_of} for name, each in candidates.items()}
     return {
         "metric": metric.name,
         "before": candidates["start"].value,
@@ -324,7 +330,8 @@ def outcome(
         "values": {name: each.value for name, each in candidates.items()},
         "guard": verdict.guard,
         "verdict": verdict,
-        "elsewhere": {name: each.also for name, each in candidates.items() if each.also},
+        "outcomes": outcomes,
+        "elsewhere": {name: each for name, each in others.items() if each},
     }
 
 

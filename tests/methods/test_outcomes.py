@@ -127,6 +127,9 @@ def test_a_resumed_run_has_its_outcomes_in_their_order(tmp_path: Path) -> None:
     resumed = searched(again)
     assert torch.equal(resumed.points, whole.points)
     assert resumed.costs == whole.costs
+    assert resumed.outcomes is not None
+    assert resumed.outcomes == whole.outcomes
+    assert [*resumed.outcomes.values["search"]] == [*GOALS]
 
 
 @pytest.mark.parametrize("other", [{"combine": "mean"}, {"combined": ["ape"]}, {"combine": lambda x: x.mean(-1)}])
@@ -159,3 +162,46 @@ def test_names_that_change_end_a_run() -> None:
     assert_refused(lambda: optimize_metric(task, queries=30), MetricError, "query 5", "'ape'")
     assert len(calls) == 5
     assert not adapter.phi.any()
+
+
+# --- In the result -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", ["worst", lambda x: x.amax(-1)])
+def test_a_result_has_each_outcome_before_and_after_and_says_which_is_the_worst(combine: Any) -> None:
+    adapter = adapted()
+    told = {"directions": dict.fromkeys(GOALS, False)} if callable(combine) else {}
+    run = optimize_metric(task_of(adapter, Asked(adapter), combine=combine, **told), queries=40)
+    assert run.chosen == "search"
+    assert run.outcomes is not None
+    before, after = distances(torch.zeros(4)), distances(adapter.phi.detach())
+    assert run.outcomes.changes(run.chosen) == {name: (before[name], after[name]) for name in GOALS}
+    assert (run.before, run.after) == (max(before.values()), max(after.values()))
+    (line,) = (each for each in run.lines() if "of 3" in each)
+    assert f"{max(before.values()):.4f}" in line
+    assert f"{max(after.values()):.4f}" in line
+    assert line.index("zebra") < line.index("before") < line.index(max(after, key=lambda name: after[name]), 30)
+    assert run.outcomes.to_json(run.chosen)["ape"] == {"before": before["ape"], "after": after["ape"]}
+
+
+def test_what_is_combined_is_not_told_as_something_besides() -> None:
+    adapter = adapted()
+    settings = {"subject_to": {"size": "<= 9"}, "also": {"ece": lambda: 0.5}, "maximize": True, "combine": "mean"}
+
+    def function() -> dict[str, float]:
+        phi = adapter.phi.detach()
+        return {**{name: -value for name, value in distances(phi).items()}, "size": float(phi.norm())}
+
+    run = optimize_metric(task_of(adapter, function, **settings), queries=40)
+    assert [*run.also] == ["size", "ece"]
+    assert run.outcomes is not None
+    assert [*run.outcomes.changes(run.chosen)] == [*GOALS]
+    assert run.outcomes.higher
+    number = task_of(adapter, lambda: 0.5, combine=None)
+    assert optimize_metric(number, queries=30).outcomes is None
+
+
+def test_nothing_is_said_of_the_worst_where_nothing_tells_which_is_worse() -> None:
+    adapter = adapted()
+    run = optimize_metric(task_of(adapter, Asked(adapter), combine=lambda x: x.amax(-1)), queries=30)
+    assert not any("of 3" in line for line in run.lines())
