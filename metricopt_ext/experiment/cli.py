@@ -23,6 +23,7 @@ from metricopt_ext.experiment.output_folder import open_run, refuse_among_data
 from metricopt_ext.experiment.plots import (
     plot_finetuning,
     plot_methods,
+    plot_outcomes,
     plot_search,
     plot_settings,
     plot_value_function,
@@ -162,6 +163,7 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
         *([plot_search(report, folder / "search.png")] if report.searched else []),
         *([plot_finetuning(report, folder / "finetuning.png")] if any(each.curves for each in report.records) else []),
         *([plot_value_function(report, folder / "value_function.png")] if report.predicts else []),
+        *([plot_outcomes(report, folder / "outcomes.png")] if report.outcomes() else []),
         *([plot_settings(report, folder / "settings.png")] if any(record.lines for record in report.records) else []),
         *experiment.plot_seeds(folder, seeds),
     ]

@@ -16,6 +16,8 @@ from metricopt_ext.utils.words import counted
 
 ACROSS = 3  # settings side by side
 FEW_DOTS = 400  # queries that can be told apart in a picture
+NAMED = 60  # outcomes whose names can be read in a picture
+WIDEST = 30  # characters of a name
 STRETCH = 3.0  # a method that alone makes the axis this many times as long is drawn as an arrow at its end
 
 
@@ -76,6 +78,42 @@ def _point_beyond(axes: Any, edge: float, row: int, inwards: float, text: str, c
         va="center",
         arrowprops={"arrowstyle": "->", "color": colour},
     )
+
+
+def plot_outcomes(report: Report, path: str | Path) -> Path:
+    """Draw each outcome of the metric on validation before and after, the worst before at the top; means over seeds.
+
+    A line from a ring to a dot is a change: in colour if it is for the better, else grey.
+    """
+
+    def means(when: str) -> dict[str, float]:
+        known = {name: [value for value in each[when] if value is not None] for name, each in report.outcomes().items()}
+        return {name: float(np.mean(values)) for name, values in known.items() if values}
+
+    before, after = means("before"), means("after")
+    names = sorted(before, key=lambda name: before[name], reverse=report.maximize)
+    few = len(names) <= NAMED
+    figure, ((axes,),) = new_figure(6.4, 1.3 + min(0.2 * len(names), 10.0))
+    ours, theirs = METHODS["metricopt"].colour, METHODS["pretrained"].colour
+    size = 5.5 if few else 3.0
+    for row, name in enumerate(names):
+        axes.plot(before[name], row, "o", color=theirs, markerfacecolor="white", markersize=size + 1)
+        if name in after:
+            look = ours if (after[name] > before[name]) == report.maximize else theirs
+            axes.plot([before[name], after[name]], [row, row], color=look, alpha=0.6, linewidth=1.5, zorder=1)
+            axes.plot(after[name], row, "o", color=ours, markersize=size, markeredgewidth=0)
+    worst = min if report.maximize else max
+    for values, colour in ((before, theirs), (after, ours)):
+        if values:
+            axes.axvline(worst(values.values()), color=colour, linewidth=0.8, linestyle="--", zorder=0)
+    shown = [name if len(name) <= WIDEST else f"{name[: WIDEST - 3]}..." for name in names] if few else []
+    axes.set_yticks(range(len(shown)), shown, fontsize=8)
+    axes.set_ylim(-0.8, len(names) - 0.2)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_xlabel(f"outcomes of {report.metric} on validation\n({direction(report.maximize)})")
+    over = f"; means over {len(report.records)} seeds" if len(report.records) > 1 else ""
+    figure.suptitle(f"ring: before; dot: after; dashed: the worst of each{over}", fontsize=9)
+    return save_figure(figure, path)
 
 
 def plot_settings(report: Report, path: str | Path) -> Path:

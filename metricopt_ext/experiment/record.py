@@ -67,6 +67,8 @@ class SeedRecord:
         reading: How the file of the data was read; None where there is nothing to say.
         also: Other quantities than the metric, by name and by ``"validation"`` and ``"test"``: of the pretrained model,
             and of what was kept.
+        made_of: The outcomes that the metric is made of, on validation, by name: of the pretrained model, and of what
+            was kept, None if it was not asked; empty of a metric that is told as a number.
         holding: How many of the points that were asked satisfy the constraints; None without any.
         broken: By how much what was kept breaks each limit that it breaks, on validation, in the quantity's own unit.
         settings: Settings of inference that were changed, by name: before and after.
@@ -92,6 +94,7 @@ class SeedRecord:
     rare: Rare | None = None
     reading: Reading | None = None
     also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    made_of: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     holding: int | None = None
     broken: dict[str, float] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class SeedRecord:
                 raise ValueError(f"it has {brief(name)} on {brief(sorted(parts))}; it must be on validation and test")
             for pair in parts.values():
                 _check_values(name, pair)
+        for name, pair in self.made_of.items():
+            _check_values(name, [each for each in pair if each is not None])
         for line in self.lines:
             if len(line.values) != len(line.metric):
                 points = f"{len(line.values)} values of {brief(line.name)}"

@@ -15,6 +15,7 @@ from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_int
 from metricopt_ext.experiment.style import direction
 from metricopt_ext.methods.constrained import excess_in_words
 from metricopt_ext.methods.guard import Guard, deviates
+from metricopt_ext.methods.outcomes import worst_of
 from metricopt_ext.methods.result import kept
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.versions import versions
@@ -125,6 +126,7 @@ class Report:
             "split_half": [record.split_half for record in self.records],
             "guard": self.guard,
             "also": self.also(),
+            "outcomes": self.outcomes(),
             "holding": [record.holding for record in self.records],
             "broken": [record.broken for record in self.records],
             "rare": [None if record.rare is None else vars(record.rare) for record in self.records],
@@ -159,6 +161,26 @@ class Report:
             }
             for name in names
         }
+
+    def outcomes(self) -> dict[str, dict[str, list[float | None]]]:
+        """Return what the metric is made of on validation: by name, before and after, a number for each seed."""
+        names = dict.fromkeys(name for record in self.records for name in record.made_of)
+        return {
+            name: {
+                when: [record.made_of.get(name, (None, None))[place] for record in self.records]
+                for place, when in enumerate(("before", "after"))
+            }
+            for name in names
+        }
+
+    def on_outcomes(self) -> list[str]:
+        """Say which of the metric's outcomes was the worst in each seed; nothing of a metric without any."""
+        several = len(self.records) > 1
+        return [
+            (f"Seed {record.seed}: " if several else "") + worst_of(record.made_of, self.maximize, " on validation")
+            for record in self.records
+            if record.made_of
+        ]
 
     def elsewhere(self) -> list[list[str]]:
         """Return a row for each other quantity under `QUANTITIES`; none if there are no others."""
@@ -315,7 +337,14 @@ class Report:
 
     def findings(self) -> list[str]:
         """Say in words what the numbers show, both gains and failures."""
-        return [*self.on_gains(), *self.on_constraints(), *self.on_guard(), *self.on_f(), *self.on_data()]
+        return [
+            *self.on_gains(),
+            *self.on_outcomes(),
+            *self.on_constraints(),
+            *self.on_guard(),
+            *self.on_f(),
+            *self.on_data(),
+        ]
 
     def on_gains(self) -> list[str]:
         """Say how MetricOpt compares with each other method."""

@@ -50,6 +50,7 @@ MORE_SEEDS = (
 CAPTIONS = {
     "methods": "Each method's metric on test. The means are in the table above.",
     "search": "The metric on validation at each query of the search, and the best so far.",
+    "outcomes": "What the metric is made of on validation, before and after.",
     "settings": "The metric on validation as one setting varies and the others stay fixed.",
     "finetuning": "The metric on validation along finetuning, and what the guard kept.",
     "value_function": "f's predictions against the metric's values: the nearer to the diagonal, the better.",
@@ -84,7 +85,7 @@ def report_page(report: Report, folder: Path, pictures: Sequence[Path], tuned: s
         report.verdict(),
         [
             Section("Methods", [Text(TERMS), methods, Points([*report.notes(), *MORE_NOTES])]),
-            Section("Gains", [gains, Points(report.on_guard())]),
+            Section("Gains", [gains, Points([*report.on_outcomes(), *report.on_guard()])]),
             *_elsewhere(report),
             Section(
                 "Plots",

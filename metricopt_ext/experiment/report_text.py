@@ -52,7 +52,7 @@ def markdown(report: Report) -> str:
         *_elsewhere_in_markdown(report),
         f"{GUARD_AND_F}:",
         "",
-        *(f"- {in_markdown(line)}" for line in (*report.on_guard(), *report.on_f())),
+        *(f"- {in_markdown(line)}" for line in (*report.on_outcomes(), *report.on_guard(), *report.on_f())),
         "",
         f"{SPENT}:",
         "",
@@ -101,4 +101,6 @@ def print_report(report: Report) -> None:
     if elsewhere := report.elsewhere():
         print_table(QUANTITIES, elsewhere, title=ELSEWHERE)
         print()
-    print_points([*report.on_constraints(), *report.on_guard(), *report.on_f(), report.evaluations()])
+    print_points(
+        [*report.on_outcomes(), *report.on_constraints(), *report.on_guard(), *report.on_f(), report.evaluations()]
+    )

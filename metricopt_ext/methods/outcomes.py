@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -37,40 +36,28 @@ class Outcomes:
         of_function = known.pop() if len(known) == 1 else None
         return cls(values, of_function if callable(combination.combine) else combination.sign < 0)
 
-    def changes(self, kept: str) -> dict[str, tuple[float, float]]:
-        """Return each outcome before and after, by name; none if what was kept was not asked."""
-        before, after = self.values["start"], self.values.get(kept, {})
-        return {name: (before[name], after[name]) for name in before if name in after}
+    def pairs(self, kept: str) -> dict[str, tuple[float, float | None]]:
+        """Return each outcome by name: of the model as it was, and of what was kept, None if that was not asked."""
+        after = self.values.get(kept, {})
+        return {name: (value, after.get(name)) for name, value in self.values["start"].items()}
 
     def lines(self, kept: str) -> list[str]:
-        """Say which is the worst of the model as it was, and of what was kept, in a line; none if nothing tells."""
-        return said(self.values["start"], self.values.get(kept, {}), self.higher)
-
-    def to_json(self, kept: str) -> dict[str, Any]:
-        """Return what a report says of each: before, and after if it is known."""
-        before, after = self.values["start"], self.values.get(kept, {})
-        return {name: {"before": before[name], "after": after.get(name)} for name in before}
+        """Say which is the worst of the model as it was, and of what was kept; nothing if nothing tells."""
+        return [] if self.higher is None else [worst_of(self.pairs(kept), self.higher)]
 
 
-def worst(values: Mapping[str, float], higher: bool) -> str:
-    """Return the name of the worst value, the first of equals."""
-    return (min if higher else max)(values, key=lambda name: values[name])
-
-
-def said(before: Mapping[str, float], after: Mapping[str, float], higher: bool | None, where: str = "") -> list[str]:
-    """Say which outcome is the worst, before and after, in a line; none if nothing tells which is worse.
+def worst_of(pairs: Mapping[str, tuple[float, float | None]], higher: bool, where: str = "") -> str:
+    """Say which outcome is the worst before, and after if that is known.
 
     Args:
-        before: Values by name.
-        after: The same; empty if they are not known.
+        pairs: Before and after, by name.
         higher: Whether higher is better.
         where: Follows their number, as ``" on validation"``.
     """
-    if higher is None:
-        return []
     parts = []
-    for when, values in (("before", before), ("after", after)):
-        if values:
-            name = worst(values, higher)
-            parts.append(f"{brief(name)} {decimals(values[name])} {when}")
-    return [f"{'lowest' if higher else 'highest'} of {len(before)}{where}: {', '.join(parts)}"]
+    for place, when in enumerate(("before", "after")):
+        known = {name: value for name, pair in pairs.items() if (value := pair[place]) is not None}
+        if known:
+            name = (min if higher else max)(known, key=lambda each: known[each])
+            parts.append(f"{brief(name)} {decimals(known[name])} {when}")
+    return f"{'lowest' if higher else 'highest'} of {len(pairs)} outcomes{where}: {', '.join(parts)}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from metricopt_ext.experiment.method import METHODS
+from metricopt_ext.experiment.plots import plot_outcomes
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.report_text import markdown, write
 
@@ -91,6 +92,33 @@ def test_words_follow_the_interval(
     assert line.endswith(f": {verdict}")
     assert f"95% interval [{mean - half:+.4f}, {mean + half:+.4f}]" in line.replace("-0.0000", "+0.0000")
     assert f"- {line}" in markdown(made)
+
+
+# --- What the metric is made of ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_outcomes_stand_in_the_report_and_in_a_picture(
+    maximize: bool, report: Callable[..., Report], tmp_path: Path
+) -> None:
+    made = report(seeds=2, maximize=maximize)
+    assert made.to_json()["outcomes"] == {}
+    assert made.on_outcomes() == []
+    records = [replace(made.records[0], made_of={"b": (0.5, 0.75), "a": (0.25, 0.5)})]
+    records.append(replace(made.records[1], made_of={"b": (0.3, None), "c": (0.4, None)}))  # none was asked for its end
+    made = replace(made, records=records)
+    assert made.to_json()["outcomes"] == {
+        "b": {"before": [0.5, 0.3], "after": [0.75, None]},
+        "a": {"before": [0.25, None], "after": [0.5, None]},
+        "c": {"before": [None, 0.4], "after": [None, None]},
+    }
+    first, second = made.on_outcomes()
+    worst = ("4", "'a' 0.2500", "'a' 0.5000") if maximize else ("4", "'b' 0.5000", "'b' 0.7500")
+    assert all(each in first for each in worst)
+    assert ("'b' 0.3000" if maximize else "'c' 0.4000") in second
+    assert "after" not in second
+    assert first in markdown(made).replace("\\", "")
+    assert plot_outcomes(made, tmp_path / "outcomes.png").stat().st_size > 1000
 
 
 # --- What it cost elsewhere ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def record() -> SeedRecord:
         searched=[0.1, 0.2],
         queries={"search": 9},
         also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
+        made_of={"zebra": (0.1 + 0.2, 1 / 3), "ape": (0.5, None)},
         holding=7,
         settings={"size": (1.0, 1.41)},
         lines=[SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3])],

@@ -175,13 +175,12 @@ def test_a_result_has_each_outcome_before_and_after_and_says_which_is_the_worst(
     assert run.chosen == "search"
     assert run.outcomes is not None
     before, after = distances(torch.zeros(4)), distances(adapter.phi.detach())
-    assert run.outcomes.changes(run.chosen) == {name: (before[name], after[name]) for name in GOALS}
+    assert run.outcomes.pairs(run.chosen) == {name: (before[name], after[name]) for name in GOALS}
     assert (run.before, run.after) == (max(before.values()), max(after.values()))
     (line,) = (each for each in run.lines() if "of 3" in each)
     assert f"{max(before.values()):.4f}" in line
     assert f"{max(after.values()):.4f}" in line
     assert line.index("zebra") < line.index("before") < line.index(max(after, key=lambda name: after[name]), 30)
-    assert run.outcomes.to_json(run.chosen)["ape"] == {"before": before["ape"], "after": after["ape"]}
 
 
 def test_what_is_combined_is_not_told_as_something_besides() -> None:
@@ -195,7 +194,7 @@ def test_what_is_combined_is_not_told_as_something_besides() -> None:
     run = optimize_metric(task_of(adapter, function, **settings), queries=40)
     assert [*run.also] == ["size", "ece"]
     assert run.outcomes is not None
-    assert [*run.outcomes.changes(run.chosen)] == [*GOALS]
+    assert [*run.outcomes.pairs(run.chosen)] == [*GOALS]
     assert run.outcomes.higher
     number = task_of(adapter, lambda: 0.5, combine=None)
     assert optimize_metric(number, queries=30).outcomes is None
