@@ -8,6 +8,8 @@ file like --checkpoint, with other numbers in its norms, and {trial} by the tria
 DIR/trials. The number is the last match of --parse, in standard output or else in standard error, or is in a JSON file
 that the command writes. An exit status other than 0, no number, or nan is a failed trial.
 
+With --combine worst the number is the worst of several: REGEX, as '^(\w+)=(\S+)', has groups for name and number.
+
 --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: the
 search goes where the limit holds, and what violates it is not kept.
 
@@ -48,6 +50,7 @@ from metricopt_ext.experiment.program_switches import (
     read_scores,
     show_end,
     told_besides,
+    told_of_outcomes,
     told_of_settings,
     unguarded,
 )
@@ -335,6 +338,7 @@ def report(
         "before": result.before,
         "after": result.after,
         "best": result.best,
+        **({} if result.outcomes is None else told_of_outcomes(result.outcomes.pairs(result.chosen))),
         **told_besides(result.also, result.constrained, result.chosen),
         "kept": result.chosen,
         "guard": {
@@ -369,7 +373,8 @@ def report(
     )
     for line in [] if first is None else [*first.lines(settings), *unguarded(arguments, first.guard)]:
         print(plain(f"settings: {line}"))
-    for line in besides(result.also, result.constrained):
+    outcomes = [] if result.outcomes is None else result.outcomes.lines(result.chosen)
+    for line in [*outcomes, *besides(result.also, result.constrained)]:
         print(plain(line))
     for line in [] if result.constrained is None else result.constrained.lines(result.chosen):
         print(plain(line))

@@ -11,6 +11,7 @@ values. The defaults are the first query; gains are measured from them.
 
 COMMAND's output is kept in DIR/trials. The number is the last match of --parse, in standard output or else in standard
 error, or is in a JSON file that COMMAND writes. An exit status other than 0, no number, or nan is a failed trial.
+With --combine worst the number is the worst of several: REGEX, as '^(\w+)=(\S+)', has groups for name and number.
 --also 'accuracy=acc: ([0-9.]+)' reads another number, and --subject-to 'accuracy: >= start - 0.005' limits it: what
 violates the limit is not kept.
 

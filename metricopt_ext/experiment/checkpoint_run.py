@@ -192,6 +192,7 @@ class CheckpointRun(ProgramRun):
 
     def _searching(self, queries: int, resume: bool) -> Search:
         trials = queries // self.score.repeats
+        made = self.score.scale and self.score.scale.combination
         try:
             return Search(
                 self.moving.adapter,
@@ -202,6 +203,7 @@ class CheckpointRun(ProgramRun):
                 maximize=self.maximize,
                 name=NAME,
                 subject_to=self.subject_to or None,
+                combine=made and made.combine,
                 gradients=self.gradients,
             )
         except BudgetError as error:
@@ -215,7 +217,11 @@ class CheckpointRun(ProgramRun):
 
         def tell(trial: Trial, found: Score | Failed) -> None:
             if isinstance(found, Score):
-                search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, outcomes=found.also)
+                if found.outcomes is None:
+                    search.tell(trial.id, found.value, halves=found.halves, noise=found.noise, outcomes=found.also)
+                else:
+                    told = {name: (each.value, each.pairs or None, each.noise) for name, each in found.besides.items()}
+                    search.tell(trial.id, told, noise=found.noise)
                 callback.query(before + search.spent * self.score.repeats, found.value)
                 nonlocal said
                 if search.spent >= FIRST and not said:

@@ -15,8 +15,18 @@ from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Guard
 from metricopt_ext.plain import plain
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.constraints import parse_constraints
-from metricopt_ext.tasks.program_score import CHECKPOINT, TRIAL, Printed, ProgramScore, Written
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.program_score import (
+    CHECKPOINT,
+    TRIAL,
+    Printed,
+    PrintedByName,
+    ProgramScore,
+    Written,
+    WrittenByName,
+)
 from metricopt_ext.tasks.program_settings import FORMS, ProgramSettings, check_braces
 from metricopt_ext.tasks.settings import Values
 from metricopt_ext.utils.program import command_words, last_lines
@@ -40,6 +50,12 @@ def add_score_switches(parser: argparse.ArgumentParser, scored: str) -> None:
     reads = parser.add_mutually_exclusive_group(required=True)
     reads.add_argument("--parse", metavar="REGEX", help="its first group is the number; the last match counts")
     reads.add_argument("--parse-json", metavar="FILE:KEY", help="where COMMAND writes the number; KEY may have dots")
+    parser.add_argument(
+        "--combine",
+        choices=["worst", "mean"],
+        help="COMMAND prints several numbers, of which this is the score: the groups of REGEX are a name, its number,"
+        " and perhaps its numbers on two halves, as '^(\\w+)=(\\S+)'; KEY has an object of numbers",
+    )
     parser.add_argument(
         "--queries", required=True, type=int, metavar="N", help="how many times COMMAND may be run by the search"
     )
@@ -145,12 +161,15 @@ def read_scores(
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0")
     printed = arguments.parse is not None
-    number = Printed(arguments.parse, "--parse") if printed else Written(arguments.parse_json, "--parse-json")
+    number = _number(arguments)
     also = _also(arguments.also, Printed if printed else Written)
     subject_to = _subject_to(arguments.subject_to, also)
     for place in () if printed else (arguments.parse_json, *arguments.also):
         if arguments.jobs > 1 and not any(f"{{{name}}}" in place for name in (CHECKPOINT, TRIAL)):
             raise ConfigError(f"--jobs {arguments.jobs}: all would write {place}; put {{trial}} in its name")
+    for name in also if arguments.combine else ():
+        if name not in subject_to:
+            raise ConfigError(f"--also {name} with --combine: give it a limit by --subject-to, or leave it out")
     halves = [Printed(each, "--halves") for each in arguments.halves or ()]
     if arguments.default and not arguments.setting:
         raise ConfigError(f"--default {arguments.default[0]}: there is no --setting; add one, or leave it out")
@@ -165,7 +184,8 @@ def read_scores(
             raise ConfigError(f"{switch}: there is no program {words[0]!r}")
         both = (halves[0], halves[1]) if halves and switch == "--score" else None
         others = also if switch == "--score" else {}
-        return ProgramScore(words, number, both, others, arguments.repeats, arguments.timeout)
+        scale = _scale(arguments, tuple(others)) if arguments.combine else None
+        return ProgramScore(words, number, both, others, arguments.repeats, arguments.timeout, scale=scale)
 
     seen = score(arguments.score, "--score")
     holdout = score(arguments.holdout, "--holdout") if arguments.holdout else None
@@ -174,6 +194,24 @@ def read_scores(
             f"--holdout {brief(arguments.holdout)} is --score itself, which the search sees; it must score other data"
         )
     return Scores(seen, holdout, settings, subject_to)
+
+
+def _number(arguments: argparse.Namespace) -> Printed | Written | PrintedByName:
+    """Return where the number is, or with ``--combine`` the outcomes that it is made of.
+
+    Raises:
+        ConfigError: It is no such place, or there are ``--halves`` beside outcomes, which have their own.
+    """
+    if arguments.combine and arguments.halves:
+        raise ConfigError("--halves with --combine: let the third and fourth group of --parse be the halves' numbers")
+    if arguments.parse is not None:
+        return (PrintedByName if arguments.combine else Printed)(arguments.parse, "--parse")
+    return (WrittenByName if arguments.combine else Written)(arguments.parse_json, "--parse-json")
+
+
+def _scale(arguments: argparse.Namespace, bounded: tuple[str, ...]) -> CostScale:
+    combination = Combination(arguments.combine, 1 if arguments.minimize else -1, None, bounded)
+    return CostScale(maximize=not arguments.minimize, bounds=None, name=NAME, combination=combination)
 
 
 def _also(given: Sequence[str], reader: type[Printed] | type[Written]) -> dict[str, Printed | Written]:
@@ -236,6 +274,7 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "before": tuned.before.value,
         "after": tuned.after.value,
         "best": tuned.best,
+        **told_of_outcomes(tuned.outcomes),
         **told_besides(tuned.also, tuned.constrained, AFTER if tuned.changed else BEFORE),
         "settings": {
             name: {"before": defaults[name], "best": best[name], "after": kept[name]} for name in settings.names
@@ -252,6 +291,12 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "failed": tuned.failed,
         "seconds of a trial": {"before": tuned.before.seconds, "after": tuned.after.seconds},
     }
+
+
+def told_of_outcomes(pairs: Mapping[str, tuple[float, float | None]]) -> dict[str, Any]:
+    """Return what a report says of the outcomes that a score is made of, before and after; nothing of a number."""
+    made = {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
+    return {"outcomes": made} if made else {}
 
 
 def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None, kept: str) -> dict[str, Any]:
@@ -298,5 +343,5 @@ def identity_of(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
         more: Further switches.
     """
     settings = {"setting": arguments.setting, "default": arguments.default} if arguments.setting else {}
-    others = {name: getattr(arguments, name) for name in ("also", "subject_to") if getattr(arguments, name)}
+    others = {name: getattr(arguments, name) for name in ("also", "subject_to", "combine") if getattr(arguments, name)}
     return {name: getattr(arguments, name) for name in (*IDENTITY, *more)} | others | settings

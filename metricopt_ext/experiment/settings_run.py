@@ -14,6 +14,7 @@ from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, 
 from metricopt_ext.methods.constrained import Constrained, besides, decide_within
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
 from metricopt_ext.methods.holdout import best_on_holdout
+from metricopt_ext.methods.outcomes import worst_of
 from metricopt_ext.methods.result import with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
@@ -21,7 +22,7 @@ from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, label
 from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.tasks.program_settings import ProgramSettings
@@ -47,6 +48,7 @@ class SettingsOutcome:
         holdout: Scores on data held out, of the defaults and of the best candidate; empty without any.
         queries: Runs of the program, by purpose; those on data held out are counted apart.
         failed: Trials that failed.
+        maximize: Whether higher is better.
         constrained: How the run stands to its constraints; None without any.
     """
 
@@ -59,6 +61,7 @@ class SettingsOutcome:
     holdout: dict[str, float]
     queries: dict[str, int]
     failed: int
+    maximize: bool
     constrained: Constrained | None = None
 
     @property
@@ -77,6 +80,12 @@ class SettingsOutcome:
         after = self.after.also or {}
         return {name: (value, after[name]) for name, value in (self.before.also or {}).items()}
 
+    @property
+    def outcomes(self) -> dict[str, tuple[float, float | None]]:
+        """What the score is made of, by name: with the defaults, and with what was kept; empty if of nothing."""
+        before, after = self.before.outcomes or {}, self.after.outcomes or {}
+        return {name: (each.value, after[name].value) for name, each in before.items()}
+
     def row(self) -> list[str]:
         """Return a table's cells: scores before, best and after, the guard, queries and failed trials."""
         numbers = [decimals(each) for each in (self.before.value, self.best, self.after.value)]
@@ -85,7 +94,8 @@ class SettingsOutcome:
 
     def lines(self, settings: ProgramSettings) -> list[str]:
         """Return what there is to say besides the scores: of time, of data held out, and of what was not kept."""
-        lines = besides(self.also, self.constrained)
+        lines = [worst_of(self.outcomes, self.maximize)] if self.outcomes else []
+        lines += besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE)
         lines += [f"held out, {name}: {decimals(value)}" for name, value in self.holdout.items()]
@@ -136,7 +146,11 @@ class SettingsRun(ProgramRun):
         self.settings, self.score, self.holdout, self.maximize = settings, score, holdout, maximize
         self.checkpoint = None if checkpoint is None else checkpoint.absolute()
         self.constraints = parse_constraints(subject_to, NAME)
-        self._scale = CostScale(maximize=maximize, bounds=None, name=NAME)
+        self._scale = self._new_scale()
+
+    def _new_scale(self) -> CostScale:
+        made = None if self.score.scale is None else self.score.scale.combination
+        return CostScale(maximize=self.maximize, bounds=None, name=NAME, combination=made)
 
     def score_defaults(self) -> Score:
         """Score the defaults.
@@ -298,13 +312,14 @@ class SettingsRun(ProgramRun):
             {},
             {NAME: asking.log.asked},
             asking.log.failed,
+            self.maximize,
             Constrained.of(limits, ends if kept else {BEFORE: ends[BEFORE]}, visited),
         )
 
     def _confirmed(self, tuned: SettingsOutcome) -> SettingsOutcome:
         """Return what data held out prefer; each candidate is asked for once, and kept."""
         assert self.holdout is not None
-        log, aside = Log(self.folder / OTHER_DATA, self._scale), dict[str, float]()
+        log, aside = Log(self.folder / OTHER_DATA, self._new_scale()), dict[str, float]()
         seen = {BEFORE: tuned.before.value, AFTER: tuned.after.value}
         if tuned.constrained is not None and not tuned.constrained.allows(BEFORE):
             del seen[BEFORE]
@@ -332,13 +347,15 @@ class SettingsRun(ProgramRun):
         known = self._entry(asking, values)
         assert known is not None
         assert known.value is not None
-        also = {name: each.value for name, each in (known.outcomes or {}).items()}
-        return Score(known.value, known.pairs[0] if known.pairs else None, known.noise, known.seconds, also or None)
+        found, combination = known.outcomes or {}, self._scale.combination
+        made = None if combination is None else {name: found[name] for name in combination.names(found)}
+        also = {name: each.value for name, each in found.items() if name not in (made or {})}
+        halves = known.pairs[0] if known.pairs else None
+        return Score(known.value, halves, known.noise, known.seconds, also or None, made)
 
     def _evaluation(self, score: Score) -> Evaluation:
-        outcomes = {name: Outcome(value) for name, value in (score.also or {}).items()}
         pairs = () if score.halves is None else (score.halves,)
-        return Evaluation(score.value, outcomes, pairs, score.noise, sign=self._scale.sign)
+        return Evaluation(score.value, score.besides, pairs, score.noise, sign=self._scale.sign)
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: int | str, values: Values) -> Score | Failed:
         """Score settings; any thread may call it."""

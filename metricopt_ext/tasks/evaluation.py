@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import chain
-from statistics import mean
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import torch
@@ -96,3 +96,13 @@ def noise_of(evaluations: Sequence[Evaluation | Outcome]) -> float:
     """Return the standard deviation of the noise in a value, as repeats of evaluations show it; 0 without any."""
     variances = [each.noise**2 for each in evaluations if each.noise is not None]
     return math.sqrt(mean(variances)) if variances else 0.0
+
+
+def mean_of(calls: Sequence[Outcome]) -> Outcome:
+    """Return the means of calls, with the standard error of the value's; of pairs, if all have them."""
+    if len(calls) == 1:
+        return calls[0]
+    pairs = [zip(*each, strict=True) for each in zip(*(call.pairs for call in calls), strict=False)]
+    means = tuple((mean(firsts), mean(seconds)) for firsts, seconds in pairs)
+    values = [each.value for each in calls]
+    return Outcome(mean(values), means, stdev(values) / math.sqrt(len(values)))

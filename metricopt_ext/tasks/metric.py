@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from metricopt_ext.errors import AdapterError, MetricError, WeightsError
 from metricopt_ext.tasks.combine import Combination, Combine
 from metricopt_ext.tasks.constraints import Constraint, parse_constraints
 from metricopt_ext.tasks.cost_scale import CostScale
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome, mean_of
 from metricopt_ext.tasks.halved import Halved, by_name, pairs_of
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -267,7 +266,7 @@ class Metric(CostScale):
         """
         calls = [self._call(model, settings) for _ in range(self.repeats)]
         names = [name for name in calls[0] if all(name in each for each in calls)]
-        outcomes = {name: _mean_of([each[name] for each in calls]) for name in names}
+        outcomes = {name: mean_of([each[name] for each in calls]) for name in names}
         value, pairs, noise = outcomes.pop(self.name)
         if self.combination is not None and self.repeats > 1:  # of the means, which have less noise than one call
             value, pairs, _ = self.combined_of(outcomes)
@@ -375,16 +374,6 @@ class Metric(CostScale):
                 stacklevel=4,
             )
         return Outcome(value, pairs)
-
-
-def _mean_of(calls: Sequence[Outcome]) -> Outcome:
-    """Return the means of calls, with the standard error of the value's; of pairs, if all have them."""
-    if len(calls) == 1:
-        return calls[0]
-    pairs = [zip(*each, strict=True) for each in zip(*(call.pairs for call in calls), strict=False)]
-    means = tuple((mean(firsts), mean(seconds)) for firsts, seconds in pairs)
-    values = [each.value for each in calls]
-    return Outcome(mean(values), means, stdev(values) / math.sqrt(len(values)))
 
 
 def takes_model(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from helpers.refusals import assert_refused
 from metricopt_ext.adapters.file import norms
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.checkpoint_run import CheckpointRun
-from metricopt_ext.tasks.program_score import Printed, ProgramScore, Score
+from metricopt_ext.tasks.combine import Combination
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.program_score import Printed, PrintedByName, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import read_checkpoint
 
 # Keeps what it is given, and notes when it ran.
@@ -64,6 +67,17 @@ def test_each_trial_is_scored_once_by_as_many_programs_as_jobs(run: CheckpointRu
     assert tuned.queries == {"score": 12}
     (kept,) = [n for n in range(12) if Path("out.safetensors").read_bytes() == Path(f"seen-{n}").read_bytes()]
     assert tuned.result.after == kept % 5
+
+
+def test_outcomes_are_told_by_name(run: CheckpointRun) -> None:
+    code = KEEPING.replace('print("score",', 'print("zebra=3", end="\\nape="); print(')
+    scale = CostScale(maximize=True, bounds=None, name="score", combination=Combination("worst", -1))
+    score = replace(made(code).score, score=PrintedByName(r"^(\w+)=(\S+)$", "--parse"), scale=scale)
+    one = CheckpointRun(run.file, run.moving, score, Path("out"))
+    tuned = one.tune(12, unchanged=one.score_unchanged())
+    assert tuned.result.best == 3.0  # the lower of 3 and the trial's number, up to 4
+    assert tuned.result.outcomes is not None
+    assert tuned.result.outcomes.values["start"] == {"zebra": 3.0, "ape": 0.0}
 
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:

@@ -13,7 +13,8 @@ from metricopt_ext.experiment.program_switches import (
     identity_of,
     read_scores,
 )
-from metricopt_ext.tasks.program_score import Written
+from metricopt_ext.tasks.combine import Combination
+from metricopt_ext.tasks.program_score import PrintedByName, Written, WrittenByName
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -52,9 +53,28 @@ def test_other_numbers_and_their_limits() -> None:
     assert_refused(lambda: read_scores(arguments), ConfigError, "--jobs", "2", "acc=out/all.json:acc")
 
 
+def test_outcomes_make_the_score_of_each_command() -> None:
+    by_name, also = (
+        ["--combine", "worst", "--parse", r"(\w+)=(\S+)"],
+        ["--also", "acc=(.)", "--subject-to", "acc: >= 0"],
+    )
+    scores = read(*by_name, *also, "--minimize", "--holdout", "echo {checkpoint}")
+    assert isinstance(scores.score.score, PrintedByName)
+    seen, aside = (each and each.scale and each.scale.combination for each in (scores.score, scores.holdout))
+    assert (seen, aside) == (Combination("worst", 1, None, ("acc",)), Combination("worst", 1))
+    assert identity_of(parsed(*by_name))["combine"] == "worst"
+    arguments = parsed("--combine", "mean")
+    arguments.parse, arguments.parse_json = None, "out/{trial}.json:recalls"
+    assert isinstance(read_scores(arguments).score.score, WrittenByName)
+    assert read().score.scale is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--combine", "mean"], "--parse '(.*)' has 1 group"),
+        (["--combine", "mean", "--parse", "(.)=(.)", "--halves", "a(.)", "b(.)"], "--halves with --combine"),
+        (["--combine", "mean", "--parse", "(.)=(.)", "--also", "acc=(.)"], "--also acc with --combine"),
         (["--dim", "0"], "--dim 0: it must be at least 1"),
         (["--score", "echo {checkpoint} {Trail}"], "has {Trail}, which nothing fills; did you mean ['trial']?"),
         (["--setting", "a=1,2", "--holdout", "echo {checkpoint}"], "--holdout has no {a}"),

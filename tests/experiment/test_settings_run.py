@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment import settings_run
+from metricopt_ext.experiment.program_switches import told_of_settings
 from metricopt_ext.experiment.program_trials import TrialError
 from metricopt_ext.experiment.settings_run import SettingsRun
 from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import Batches
 from metricopt_ext.search.visited import ranked
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation
-from metricopt_ext.tasks.program_score import Printed, ProgramScore
+from metricopt_ext.tasks.program_score import Printed, PrintedByName, ProgramScore
 from metricopt_ext.tasks.program_settings import ProgramSettings
 
 # Scores a, whose sign is its word's, notes that it ran, and fails where it is told to.
@@ -98,6 +102,29 @@ def test_the_best_that_satisfies_a_constraint_is_kept() -> None:
     assert (tuned.constrained.holding, tuned.constrained.evaluated) == (2, 5)
     assert made(code=WITH_ROOM, halves=HALVES, also=ROOM, subject_to={"room": ">= start - 0.15"}).tune(8) == tuned
     assert len(ran()) == 5
+
+
+BY_CLASS = CODE.replace('print(f"score', 'print(f"zebra={a:.3f} {a:.3f} {0.9 * a:.3f}\\nape={1 - a:.3f} 1 1\\nscore')
+
+
+def test_a_score_is_made_of_outcomes_and_resumes_with_them() -> None:
+    def one(combine: Any) -> SettingsRun:
+        of = Combination(combine, -1)
+        scale = CostScale(maximize=True, bounds=None, name="score", combination=of)
+        run = made(code=BY_CLASS, scale=scale)
+        by_name = PrintedByName(r"^(zebra|ape)=(\S+) (\S+) (\S+)$", "--parse")
+        return SettingsRun(run.settings, replace(run.score, score=by_name), Path("out"))
+
+    tuned = one("worst").tune(8)
+    assert (tuned.before.value, tuned.before.halves) == (0.5, (0.5, 0.45))
+    assert tuned.outcomes == {"zebra": (0.5, 0.5), "ape": (0.5, 0.5)}  # one gains what the other loses
+    assert [*tuned.outcomes] == ["zebra", "ape"]
+    assert "lowest of 2" in tuned.lines(made().settings)[0]
+    assert told_of_settings(made().settings, tuned)["outcomes"]["ape"] == {"before": 0.5, "after": 0.5}
+    times = len(ran())
+    assert one("worst").tune(8) == tuned
+    assert len(ran()) == times
+    assert_refused(lambda: one("mean").tune(8), FileFormatError, "make")
 
 
 def test_the_search_is_told_costs_in_the_batchs_order() -> None:

@@ -7,12 +7,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.tasks.program_score import Failed, Printed, ProgramScore, Score, Written
+from metricopt_ext.tasks.combine import Combination
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Outcome
+from metricopt_ext.tasks.program_score import (
+    Failed,
+    Printed,
+    PrintedByName,
+    ProgramScore,
+    Score,
+    Written,
+    WrittenByName,
+)
 from metricopt_ext.tasks.program_settings import ProgramSettings, check_braces
 from metricopt_ext.utils.program import Ended, Programs
 
@@ -21,7 +33,7 @@ def ended(output: str = "", errors: str = "") -> Ended:
     return Ended(0, 1.0, output, errors)
 
 
-def scored(code: str, score: Printed | Written, tmp_path: Path, **settings: object) -> Score | Failed:
+def scored(code: str, score: Any, tmp_path: Path, **settings: object) -> Score | Failed:
     """Score a checkpoint by Python code, whose arguments are the checkpoint and the trial."""
     words = [sys.executable, "-S", "-c", code, "{checkpoint}", "{trial}"]
     one = ProgramScore(words, score, **settings)  # type: ignore[arg-type]
@@ -65,9 +77,73 @@ def test_other_numbers_of_the_same_output(tmp_path: Path) -> None:
     assert "matches --also lines" in missing.reason
 
 
+BY_NAME = PrintedByName(r"^(\w+)=(\S+)", "--parse")
+
+
+def scale(combine: Any = "worst") -> CostScale:
+    made = Combination(combine, -1)
+    return CostScale(maximize=True, bounds=None, name="score", combination=made)
+
+
+def test_outcomes_by_name_make_the_score(tmp_path: Path) -> None:
+    code = "print('epoch 3: x=9'); print('b=0.1\\na=0.75\\nb=0.5')"
+    found = scored(code, BY_NAME, tmp_path, scale=scale())
+    assert isinstance(found, Score)
+    assert (found.value, found.halves, found.noise, found.also) == (0.5, None, None, None)
+    assert list((found.outcomes or {}).items()) == [("b", Outcome(0.5)), ("a", Outcome(0.75))]
+    halved = PrintedByName(r"(\w+)=(\S+) of (\S+),(\S+)", "--parse")
+    code = "print('b=0.5 of 0.25,0.75 a=0.625 of 0.75,0.5')"
+    found = scored(code, halved, tmp_path, scale=scale(), also={"ap": Printed(r"a=(\S+)", "--also")})
+    assert isinstance(found, Score)
+    assert (found.value, found.halves, found.also) == (0.5, (0.25, 0.5), {"ap": 0.625})
+    assert found.besides["b"] == Outcome(0.5, ((0.25, 0.75),))
+
+
+def test_repeats_are_averaged_before_outcomes_are_combined(tmp_path: Path) -> None:
+    lines = "print('a=0.25\\nb=0.5' if first else 'a=0.75\\nb=0.25')"
+    code = f"import os; first = not os.path.exists('{tmp_path}/x'); open('{tmp_path}/x', 'w'); {lines}"
+    found = scored(code, BY_NAME, tmp_path, scale=scale(), repeats=2)
+    assert isinstance(found, Score)
+    assert (found.value, found.noise) == (0.375, 0.0)
+    assert found.outcomes == {"a": Outcome(0.5, (), 0.25), "b": Outcome(0.375, (), 0.125)}
+
+
+def test_outcomes_in_a_file(tmp_path: Path) -> None:
+    code = f"import json; json.dump({{'by': {{'b': 0.5, 'a': 1}}, 'n': [1]}}, open('{tmp_path}/all.json', 'w'))"
+    found = scored(code, WrittenByName(f"{tmp_path}/all.json:by", "--parse-json"), tmp_path, scale=scale("mean"))
+    assert isinstance(found, Score)
+    assert found.value == 0.75
+    for key in ("n", "by.b"):
+        other = scored(code, WrittenByName(f"{tmp_path}/all.json:{key}", "--parse-json"), tmp_path, scale=scale())
+        assert isinstance(other, Failed)
+        assert f"'{key}'" in other.reason
+        assert "object" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("printed", "names"),
+    [
+        ("b=0.5\\na=nan", ("'nan'",)),
+        ("nothing", ("--parse",)),
+        ("a=0.5", ("'b'",)),
+        ("a=0.5\\nb=0.5", ("'b', 'a'",)),
+        ("b=0.5\\na=0.5\\nscore=0.5", ("'score'",)),
+        ("b=0.5\\na=0.5\\nece=0.5", ("'ece'", "--also")),
+    ],
+)
+def test_outcomes_that_make_no_score_are_a_failure(printed: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    of, also = scale(), {"ece": Printed("ece=(.+)", "--also")}
+    assert isinstance(scored("print('b=0.5\\na=0.5')", BY_NAME, tmp_path, scale=of), Score)
+    found = scored(f"print('{printed}')", BY_NAME, tmp_path, scale=of, also=also if "ece" in printed else {})
+    assert isinstance(found, Failed)
+    assert all(name in found.reason for name in names), found.reason
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [
+        (lambda: PrintedByName(r"AP=(\S+)", "--parse"), ("--parse", "--combine")),
+        (lambda: PrintedByName(r"(\w+)=(\S+) (\S+)", "--parse"), ("--parse", "3")),
         (lambda: Printed("AP (", "--halves"), ("--halves",)),
         (lambda: Printed(r"AP \d+", "--halves"), ("--halves",)),
         (lambda: Written("metrics.json", "--parse-json"), ("FILE:KEY",)),
