@@ -33,6 +33,7 @@ from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
+from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
@@ -100,7 +101,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         scoring: What to tune: a scorer's name (``sklearn.metrics.get_scorer_names()``), or
             ``scorer(estimator, X, y) -> float``, where higher is better, which may take ``sample_weight`` too. None:
-            ``balanced_accuracy``, or ``f1_macro`` for several labels.
+            ``balanced_accuracy``, or ``f1_macro`` for several labels. With ``combine`` the scorer returns a dict,
+            ``{name: value}``, such as each class's recall.
         queries: How often the scorer may be asked, at least `GuidedTrustRegion().least_queries` of all of phi; 0 for
             the network as it was trained.
         dim: How many numbers modulate the hidden layers, at least 1; an offset for each logit comes with them.
@@ -112,6 +114,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random_state: Seed of all draws, as scikit-learn has it.
         class_weight: Weight of each class in the loss, as in scikit-learn: a dict, or ``"balanced"``; the scorer is not
             told. For one label a row.
+        combine: How the values that the scorer returns by name make what is tuned, as of `Metric`, e.g. ``"worst"``.
 
     Attributes:
         classes_: The labels, ``c``; of several labels, their numbers, ``k``.
@@ -139,7 +142,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        scoring: str | Callable[..., float] | None = None,
+        scoring: str | Callable[..., Any] | None = None,
         *,
         queries: int = 100,
         dim: int = 16,
@@ -150,6 +153,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         validation_fraction: float = 0.3,
         random_state: Any = None,
         class_weight: Any = None,
+        combine: Combine | None = None,
     ) -> None:
         self.scoring = scoring
         self.queries = queries
@@ -161,6 +165,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.validation_fraction = validation_fraction
         self.random_state = random_state
         self.class_weight = class_weight
+        self.combine = combine
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "MetricClassifier":
         """Train the network on rows ``n x features``, then tune it; returns itself.
@@ -389,7 +394,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._checked_scorer()
         adapter = self._attached(seed)
         starts = {THRESHOLDS: Start(adapter.phi)} if target.kind == "multilabel" else None
-        check_plan(adapter, Metric(lambda: 0.0, maximize=True), queries=self.queries, starts=starts, seed=seed)
+        metric = Metric(lambda: 0.0, maximize=True, combine=self.combine)
+        check_plan(adapter, metric, queries=self.queries, starts=starts, seed=seed)
         adapter.remove()
 
     def _attached(self, seed: int) -> Adapter:
@@ -406,6 +412,8 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             ValueError: There is no such one, or there are several.
         """
         scoring = self._scoring()
+        if self.combine is not None and not callable(scoring):
+            raise ValueError(f"combine={brief(self.combine)} needs a scorer that returns a dict, not {brief(scoring)}")
         if isinstance(scoring, list | tuple | set | dict):
             raise ValueError(
                 f"scoring is {brief(scoring)}, of several metrics, and the search tunes one; name one of them, or give"
@@ -433,23 +441,23 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scoring = self._scoring()
         return str(getattr(scoring, "__name__", scoring))
 
-    def _scorer(self, X_val: Any, y_val: Any, weights: Any) -> Callable[[Tensor | None], float]:
-        """Return the scorer's value on a half of the held-out rows, or on all of them for None."""
+    def _scorer(self, X_val: Any, y_val: Any, weights: Any) -> Callable[[Tensor | None], Any]:
+        """Return the scorer on a half of the held-out rows, or on all of them for None."""
         scorer, lacking = self._checked_scorer(), self._lacking(y_val)
 
-        def value_on(half: Tensor | None) -> float:
+        def value_on(half: Tensor | None) -> Any:
             rows = np.arange(len(y_val)) if half is None else half.numpy()
             own = {} if weights is None else {WEIGHTS: weights[rows]}
             try:
-                value: float = scorer(self, X_val if half is None else _safe_indexing(X_val, rows), y_val[rows], **own)
+                value = scorer(self, X_val if half is None else _safe_indexing(X_val, rows), y_val[rows], **own)
             except ValueError as error:
                 if half is None and lacking:
                     raise ValueError(f"{brief(error)}; it is not defined {lacking}") from error
                 raise
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and self.combine is None:
                 raise ValueError(
                     f"it returned a dict of {', '.join(map(str, value))}; it must return one number, such as one of"
-                    " them"
+                    " them, or give combine='worst'"
                 )
             if half is None and lacking and isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"it is nan {lacking}")
@@ -463,7 +471,7 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         y: Tensor,
         w: Tensor,
         target: Target,
-        judged: Callable[[Tensor | None], float],
+        judged: Callable[[Tensor | None], Any],
         halves: Halves,
         seed: int,
     ) -> Any:
@@ -480,7 +488,13 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             adapter,
             loss=lambda model, batch: (batch[2] * target.losses(model(batch[0]), batch[1])).mean(),
             batches=TensorBatches(x, y, self.batch_size, more=[w]),
-            metric=Metric(lambda: with_halves(judged, halves), maximize=True, bounds=None, name=self._name()),
+            metric=Metric(
+                lambda: with_halves(judged, halves),
+                maximize=True,
+                bounds=None,
+                name=self._name(),
+                combine=self.combine,
+            ),
         )
         run = optimize_metric(task, queries=self.queries, starts=starts or None, seed=seed, callback=Callback())
         adapter.merge()

@@ -192,7 +192,7 @@ class CheckpointRun(ProgramRun):
 
     def _searching(self, queries: int, resume: bool) -> Search:
         trials = queries // self.score.repeats
-        made = self.score.scale and self.score.scale.combination
+        made = None if self.score.scale is None else self.score.scale.combination
         try:
             return Search(
                 self.moving.adapter,
@@ -203,7 +203,7 @@ class CheckpointRun(ProgramRun):
                 maximize=self.maximize,
                 name=NAME,
                 subject_to=self.subject_to or None,
-                combine=made and made.combine,
+                combine=None if made is None else made.combine,
                 gradients=self.gradients,
             )
         except BudgetError as error:

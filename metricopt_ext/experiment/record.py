@@ -143,15 +143,15 @@ class SeedRecord:
                 raise ValueError(f"it has {brief(name)} on {brief(sorted(parts))}; it must be on validation and test")
             for pair in parts.values():
                 _check_values(name, pair)
-        for name, pair in self.made_of.items():
-            _check_values(name, [each for each in pair if each is not None])
+        for name, values in self.made_of.items():
+            _check_values(name, [each for each in values if each is not None])
         for line in self.lines:
             if len(line.values) != len(line.metric):
                 points = f"{len(line.values)} values of {brief(line.name)}"
                 raise ValueError(f"it has {points}, and the metric at {len(line.metric)}")
             _check_values(line.name, line.metric)
-        for name, values in {**self.curves, "true": self.true, "searched": self.searched}.items():
-            _check_values(name, values)
+        for name, numbers in {**self.curves, "true": self.true, "searched": self.searched}.items():
+            _check_values(name, numbers)
 
     @classmethod
     def load(cls, path: Path) -> "SeedRecord":

@@ -3,7 +3,7 @@
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.integrations.loops import (
+    Logged,
     ReplayedLoss,
     in_step,
     judged_together,
@@ -31,6 +32,7 @@ from metricopt_ext.integrations.loops import (
 )
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction, known_direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
@@ -47,9 +49,10 @@ UNTUNED = "untuned"  # the folder in a checkpoint that keeps what the tuned weig
 
 def tune_trainer(
     trainer: Any,
-    metric: str | None = None,
+    metric: str | Sequence[str] | None = None,
     *,
     queries: int,
+    combine: Combine | None = None,
     eval_dataset: Any = None,
     maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
@@ -75,8 +78,10 @@ def tune_trainer(
     Args:
         trainer: The Trainer, or a subclass's.
         metric: What to tune, as ``compute_metrics`` names it, with or without ``eval_``; by default
-            ``metric_for_best_model`` of the training's arguments. ``"loss"`` is the mean loss.
+            ``metric_for_best_model`` of the training's arguments. ``"loss"`` is the mean loss. Or a list of several
+            that ``combine`` makes the metric of, such as a recall for each class.
         queries: Passes over the evaluation data that may be spent.
+        combine: How several make the metric, as of `Metric`, e.g. ``"worst"``.
         eval_dataset: The data to judge on; by default the trainer's own.
         maximize: Whether higher is better; by default the arguments' ``greater_is_better`` if they name this metric,
             unless its name says the opposite; else as its name says, as ``f1`` and ``wer`` do.
@@ -106,12 +111,12 @@ def tune_trainer(
     """
     if several():
         options = in_step(options)
-    name = _named(trainer, metric)
-    judge = _Evaluation(trainer, name, _judged_on(trainer, eval_dataset), seed)
+    logged = _named(trainer, metric, combine)
+    judge = _Evaluation(trainer, logged, _judged_on(trainer, eval_dataset), seed)
     loader = trainer.get_train_dataloader()
     drawn = loader_batches(loader, trainer.args.train_batch_size)
     model = unwrapped(trainer.model)
-    higher = _maximize(trainer, name) if maximize is None else maximize
+    higher = logged.maximize(partial(_maximize, trainer)) if maximize is None else maximize
     before = KeptModules(model)
     try:
         adapter = attach(model)
@@ -122,8 +127,9 @@ def tune_trainer(
             metric=Metric(
                 judged_together(adapter, judge),
                 maximize=higher,
-                bounds=None if name == "loss" else bounds,
-                name=name,
+                bounds=None if "loss" in logged.names else bounds,
+                name=str(logged),
+                combine=combine,
             ),
             population=population,  # 1 with BERT's mask, whose values transformers' code branches on
         )
@@ -139,14 +145,15 @@ def tune_trainer(
     return run
 
 
-def _named(trainer: Any, metric: str | None) -> str:
+def _named(trainer: Any, metric: str | Sequence[str] | None, combine: Combine | None) -> Logged:
     name = trainer.args.metric_for_best_model if metric is None else metric
     if name is None:
         raise ConfigError(
             "no metric is named; give one that compute_metrics returns, as tune_trainer(trainer, 'f1', ...), or set"
             " metric_for_best_model"
         )
-    return str(name).removeprefix(PREFIX)
+    logged = Logged.of(name, combine)
+    return logged._replace(names=tuple(str(each).removeprefix(PREFIX) for each in logged.names))
 
 
 def _maximize(trainer: Any, name: str) -> bool:
@@ -194,51 +201,62 @@ class _Evaluation:
 
     Args:
         trainer: The Trainer; it is as it was after each pass.
-        name: The metric's name, without the prefix.
+        logged: The metric's name, or its outcomes', without the prefix.
         dataset: The data.
         seed: Seed of the halves.
     """
 
-    def __init__(self, trainer: Any, name: str, dataset: Any, seed: int) -> None:
-        self.trainer, self.name, self.dataset, self.seed = trainer, name, dataset, seed
+    def __init__(self, trainer: Any, logged: Logged, dataset: Any, seed: int) -> None:
+        self.trainer, self.logged, self.dataset, self.seed = trainer, logged, dataset, seed
 
     def __call__(self) -> Any:
-        """Return the metric's value, with its halves where there are some."""
-        trainer, found = self.trainer, list[Any]()
+        """Return the metric's value, or its outcomes', with the halves where there are some."""
+        trainer, found = self.trainer, dict[str, Any]()
         own = trainer.compute_metrics
         with _quiet(trainer, None if own is None else self._halved(own, found)):
             metrics = trainer.evaluate(eval_dataset=self.dataset) or {}
-        if self.name == "loss" and PREFIX + "loss" in metrics:
-            return metrics[PREFIX + "loss"]
-        if not found or found[-1] is None:
-            named = [each.removeprefix(PREFIX) for each in metrics]
-            reported = ", ".join(each for each in named if not each.endswith(SPEEDS))
-            raise ConfigError(f"compute_metrics does not report {self.name!r}; the evaluation has {reported}")
-        return found[-1]
 
-    def _halved(self, own: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
-        """Return the same compute_metrics, which also notes the value and its halves."""
+        def value_of(name: str) -> Any:
+            if name == "loss" and PREFIX + "loss" in metrics:
+                return metrics[PREFIX + "loss"]
+            if found.get(name) is None:
+                named = [each.removeprefix(PREFIX) for each in metrics]
+                reported = ", ".join(each for each in named if not each.endswith(SPEEDS))
+                raise ConfigError(f"compute_metrics does not report {name!r}; the evaluation has {reported}")
+            return found[name]
+
+        return self.logged.told(value_of)
+
+    def _halved(self, own: Callable[..., Any], found: dict[str, Any]) -> Callable[..., Any]:
+        """Return the same compute_metrics, which also notes the values and their halves."""
 
         def compute(prediction: Any, *further: Any, **options: Any) -> Any:
             metrics = own(prediction, *further, **options)
-            value = self._value(metrics)
-            if value is None or further or options:  # of batches, of which it keeps the state itself
-                found.append(None if value is None else (value, "compute_metrics is asked batch by batch"))
-            else:
-                halves = _halves_of(prediction, self.seed)
-                values = {None: lambda: value}
-                found.append(
-                    with_halves(
-                        lambda rows: values[None]() if rows is None else self._value(own(_rows(prediction, rows))),
-                        halves,
-                    )
-                )
+            found.clear()
+            values = {name: value for name in self.logged.names if (value := _value(metrics, name)) is not None}
+            if further or options:  # of batches, of which it keeps the state itself
+                found.update({name: (each, "compute_metrics is asked batch by batch") for name, each in values.items()})
+                return metrics
+            on_half: dict[int, Any] = {}  # of each, asked once for all names
+            halves = _halves_of(prediction, self.seed)
+
+            def on(name: str, rows: Tensor | None) -> Any:
+                if rows is None:
+                    return values[name]
+                if id(rows) not in on_half:
+                    on_half[id(rows)] = own(_rows(prediction, rows))
+                return _value(on_half[id(rows)], name)
+
+            for name in values:
+                each = with_halves(partial(on, name), halves)
+                found[name] = each if self.logged.combine is None else (float(each), each.halves)
             return metrics
 
         return compute
 
-    def _value(self, metrics: Any) -> Any:
-        return None if metrics is None else metrics.get(self.name, metrics.get(PREFIX + self.name))
+
+def _value(metrics: Any, name: str) -> Any:
+    return None if metrics is None else metrics.get(name, metrics.get(PREFIX + name))
 
 
 @contextmanager

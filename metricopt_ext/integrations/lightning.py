@@ -3,8 +3,9 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -19,16 +20,18 @@ from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
-from metricopt_ext.integrations.loops import in_step, judged_together, loader_batches, of_first, several
+from metricopt_ext.integrations.loops import Logged, in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.kept_modules import KeptModules
 
+LOADER = r"/dataloader_idx_([0-9]+)$"  # ends a name that is logged of one of several loaders
 PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
 
@@ -47,9 +50,12 @@ class SearchPhi(L.Callback):
     check or the first validation.
 
     Args:
-        monitor: What to tune, by the name under which ``validation_step`` logs it.
+        monitor: What to tune, by the name under which ``validation_step`` logs it; or a list of several that
+            ``combine`` makes the metric of, such as a recall for each class.
         queries: Passes over the validation data that may be spent.
-        halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance.
+        combine: How several make the metric, as of `Metric`, e.g. ``"worst"``.
+        halves: Names under which it is logged on two random halves of the data; they tell the guard what is chance. Of
+            several two lists, each in their order.
         maximize: Whether higher is better; None where the name says so, as ``val_f1`` and ``val_loss`` do.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer, with 32 numbers. It is
@@ -78,22 +84,30 @@ class SearchPhi(L.Callback):
 
     def __init__(
         self,
-        monitor: str,
+        monitor: str | Sequence[str],
         *,
         queries: int,
-        halves: tuple[str, str] | None = None,
+        combine: Combine | None = None,
+        halves: tuple[str | Sequence[str], str | Sequence[str]] | None = None,
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = (0.0, 1.0),
         attach: Callable[[nn.Module], Adapter] = FILM,
         merge: bool = True,
         **options: Any,
     ) -> None:
-        if halves is not None and len({monitor, *halves}) != len(halves) + 1:
+        logged = Logged.of(monitor, combine)
+        parts = [(each,) if isinstance(each, str) else tuple(each) for each in halves or ()]
+        known = {*logged.names, *chain(*parts)}
+        if [*map(len, parts)] not in ([], [len(logged.names)] * 2) or len(known) != (len(parts) + 1) * len(
+            logged.names
+        ):
             raise ValueError(
                 f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
             )
-        self.monitor, self.halves, self.attach, self.merge = monitor, halves, attach, merge
-        self.queries, self.maximize, self.bounds, self.options = queries, direction(monitor, maximize), bounds, options
+        self.monitor, self.logged, self.attach, self.merge = str(logged), logged, attach, merge
+        self.halves: dict[str, tuple[str, ...]] = dict(zip(logged.names, zip(*parts, strict=True), strict=False))
+        self.queries, self.bounds, self.options = queries, bounds, options
+        self.maximize: bool = logged.maximize(partial(direction, maximize=maximize))
         self._named = maximize is None  # so that the name alone says which way is better
         inspect.signature(optimize_metric).bind(None, queries=queries, **options)
         self._metric(lambda: None)
@@ -115,9 +129,10 @@ class SearchPhi(L.Callback):
             )
         opposite = "min" if self.maximize else "max"
         for each in trainer.callbacks if self._named else []:  # type: ignore[attr-defined]
-            if (getattr(each, "monitor", None), getattr(each, "mode", None)) == (self.monitor, opposite):
+            watched = getattr(each, "monitor", None)
+            if watched in self.logged.names and getattr(each, "mode", None) == opposite:
                 raise ConfigError(
-                    f"{type(each).__name__} has mode={opposite!r} of {self.monitor!r}, which by its name means the"
+                    f"{type(each).__name__} has mode={opposite!r} of {watched!r}, which by its name means the"
                     " opposite; give it the other mode, or SearchPhi maximize=True or maximize=False"
                 )
         if several():
@@ -150,9 +165,10 @@ class SearchPhi(L.Callback):
         """
         if not trainer.sanity_checking:
             self._check_logged(trainer.logged_metrics)
-            value = float(trainer.logged_metrics[self.monitor])
-            if math.isfinite(value):  # or undefined so early in the training
-                self._metric(lambda: None).checked(value)
+            values = [float(trainer.logged_metrics[name]) for name in self.logged.names]
+            if all(map(math.isfinite, values)):  # or undefined so early in the training
+                told = self.logged.told(trainer.logged_metrics.__getitem__)
+                self._metric(lambda: told).judge(nn.Module())
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that there are batches to draw, and validation data, the one loader or that of ``monitor``, of others.
@@ -161,7 +177,7 @@ class SearchPhi(L.Callback):
             DataError: There are none.
         """
         self._batches(trainer)
-        judged, place = tree_leaves(trainer.val_dataloaders), re.search(r"/dataloader_idx_([0-9]+)$", self.monitor)
+        judged, place = tree_leaves(trainer.val_dataloaders), re.search(LOADER, self.logged.names[0])
         for each in judged[int(place[1]) :][:1] if place else judged[: len(judged) == 1]:
             train, own = getattr(trainer.train_dataloader, "dataset", None), getattr(each, "dataset", each)
             check_evidence(train, own, "the validation data", getattr(each, "collate_fn", itemgetter(0)))
@@ -179,7 +195,7 @@ class SearchPhi(L.Callback):
         def validate() -> Any:
             scores = validated(trainer)
             self._check_logged(scores)
-            return scores[self.monitor], None if self.halves is None else [scores[half] for half in self.halves]
+            return self._told(scores)
 
         before, put_back = KeptModules(module), None
         try:
@@ -208,7 +224,13 @@ class SearchPhi(L.Callback):
             save_tuned(trainer)
 
     def _metric(self, function: Callable[..., Any]) -> Metric:
-        return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor)
+        combine = self.logged.combine
+        return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor, combine=combine)
+
+    def _told(self, scores: Any) -> Any:
+        """Return what was logged of the metric, or of each of its outcomes, with its halves if they are named."""
+        halves = {name: [scores[each] for each in of] for name, of in self.halves.items()}
+        return self.logged.told(lambda name: (scores[name], halves.get(name)))
 
     def _check_logged(self, scores: Iterable[str], remedy: str = "") -> None:
         """Refuse names that the validation does not log.
@@ -216,7 +238,7 @@ class SearchPhi(L.Callback):
         Raises:
             ConfigError: It does not log one.
         """
-        for name in (self.monitor, *(self.halves or ())):
+        for name in (*self.logged.names, *chain(*self.halves.values())):
             if name not in scores:
                 logged = ", ".join(scores) or "nothing"
                 raise ConfigError(f"validation_step does not log {name!r}; it logs {logged}{remedy}")

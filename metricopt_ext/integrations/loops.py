@@ -2,10 +2,10 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -21,6 +21,7 @@ from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.inputs import logits_of, refuse_probabilities
@@ -30,7 +31,7 @@ from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.named import name_of
 from metricopt_ext.utils.seeding import seeded_streams
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import and_more, brief
 
 OF_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 
@@ -45,6 +46,7 @@ def tune_model(
     maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
     name: str | None = None,
+    combine: Combine | None = None,
     training: bool = False,
     attach: Callable[[nn.Module], Adapter] = FILM,
     population: int | None = None,
@@ -64,12 +66,13 @@ def tune_model(
             criterion, a module such as ``nn.CrossEntropyLoss()`` that takes the model's outputs for a batch's first
             part, and its second. What it draws at random is the same each time.
         metric: The script's own validation: a function of nothing, or of the model without its wrapper, that returns
-            what `Metric` takes: a number, or ``(value, (half, half))`` for the guard. Of several processes the first
-            one's counts.
+            what `Metric` takes: a number, or ``(value, (half, half))`` for the guard, or with ``combine`` several by
+            name. Of several processes the first one's counts.
         queries: Evaluations of the metric that may be spent.
         maximize: Whether higher is better; None where the metric's name says so, as accuracy and loss do.
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         name: The metric's name in messages; by default the function's.
+        combine: How what ``metric`` returns by name makes the metric, as of `Metric`, e.g. ``"worst"``.
         training: Whether the loss is computed in training mode, as detectors return their losses only there; BatchNorm
             and dropout layers still compute as in evaluation.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
@@ -117,7 +120,7 @@ def tune_model(
     before = KeptModules(inner)
     try:
         adapter = attach(inner)
-        judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name)
+        judged = Metric(judged_together(adapter, metric), maximize=higher, bounds=bounds, name=name, combine=combine)
         task = FinetuneTask(
             adapter,
             loss=replayed,
@@ -255,6 +258,52 @@ def _answer_of_first(metric: Callable[[], Any]) -> Any:
     if failed is not None:
         raise MetricError(f"in the first process it raised {failed}")
     return first
+
+
+class Logged(NamedTuple):
+    """The names under which a host reports what is tuned: one, or several outcomes, of which combine makes the metric.
+
+    Attributes:
+        names: The names.
+        combine: As of `Metric`; None of one name.
+    """
+
+    names: tuple[str, ...]
+    combine: Combine | None
+
+    @classmethod
+    def of(cls, given: str | Sequence[str], combine: Combine | None) -> "Logged":
+        """Return what a user's name or names mean.
+
+        Raises:
+            ConfigError: Several are given without combine, or one with it, or none, or one twice.
+        """
+        names = (given,) if isinstance(given, str) else tuple(given)
+        if isinstance(given, str) != (combine is None) or not names or len({*names}) < len(names):
+            raise ConfigError(
+                f"what is to be tuned is {brief(given)}, with combine={brief(combine)}; give one name, or a list of"
+                " several, each once, and combine='worst'"
+            )
+        return cls(names, combine)
+
+    def __str__(self) -> str:
+        """Return the metric's name."""
+        how = self.combine if isinstance(self.combine, str) else name_of(self.combine)
+        return self.names[0] if self.combine is None else f"{how} of {and_more(self.names)}"
+
+    def maximize(self, direction_of: Callable[[str], bool]) -> bool:
+        """Return whether higher is better, of all names alike.
+
+        Raises:
+            ConfigError: Of one it is, and not of another.
+        """
+        if len(found := {direction_of(name) for name in self.names}) > 1:
+            raise ConfigError(f"of {brief(list(self.names))} some are better if higher, some if lower; say maximize=")
+        return found.pop()
+
+    def told(self, value_of: Callable[[str], Any]) -> Any:
+        """Return what a `Metric`'s function returns, by what each name is, with or without halves."""
+        return value_of(self.names[0]) if self.combine is None else {name: value_of(name) for name in self.names}
 
 
 def several() -> bool:

@@ -1,7 +1,7 @@
 """A metric's value that knows what it is on two halves of the data."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -30,15 +30,27 @@ class Halved(float):
         return made
 
 
+@overload
 def with_halves(
-    value_on: Callable[[Tensor | None], float],
+    value_on: Callable[[Tensor | None], float], halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str
+) -> Halved: ...
+
+
+@overload
+def with_halves(
+    value_on: Callable[[Tensor | None], float | Mapping[str, float]],
     halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str,
-) -> Halved:
-    """Return a metric's value with its values on two halves of the data, if there are halves.
+) -> Halved | tuple[Mapping[str, float], Any]: ...
+
+
+def with_halves(
+    value_on: Callable[[Tensor | None], Any], halves: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]] | str
+) -> Any:
+    """Return a metric's value, or its outcomes by name, with those on two halves of the data, if there are halves.
 
     Args:
-        value_on: Returns the value on the examples at some indices, ``m``, or on all of them for None. Where it refuses
-            a half, as one on which the metric is not defined, there are none.
+        value_on: Returns the value or outcomes on the examples at some indices, ``m``, or on all of them for None.
+            Where it refuses a half, as one on which the metric is not defined, there are none.
         halves: Indices of two halves of the data, or several such pairs, by as many divisions of them; or why there are
             none, or nothing.
 
@@ -46,7 +58,7 @@ def with_halves(
         ValueError: The halves of a pair share examples.
     """
     if isinstance(halves, str) or not len(halves):
-        return Halved(value_on(None), (halves or None) if isinstance(halves, str) else None)
+        return _made(value_on(None), (halves or None) if isinstance(halves, str) else None)
     alone = isinstance(halves[0], Tensor)
     pairs = cast(Sequence[tuple[Tensor, Tensor]], [halves] if alone else halves)
     for first, second in pairs:
@@ -56,8 +68,12 @@ def with_halves(
     try:
         values = tuple((value_on(first), value_on(second)) for first, second in pairs)
     except (ArithmeticError, MetricError, ValueError) as error:
-        return Halved(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
-    return Halved(value, values[0] if alone else values)
+        return _made(value, f"on a half of its data it raised {type(error).__name__}: {brief(error)}")
+    return _made(value, values[0] if alone else values)
+
+
+def _made(value: Any, halves: Any) -> Any:
+    return (value, halves) if isinstance(value, Mapping) else Halved(value, halves)
 
 
 def pairs_of(halves: Any) -> Pairs:

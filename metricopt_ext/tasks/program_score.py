@@ -193,7 +193,7 @@ class Written:
         path = Path(filled([self._file], values)[0])
         before = _state(path)
 
-        def read(ended: Ended) -> float:
+        def read(ended: Ended) -> Any:
             if _state(path) == before:
                 raise MetricError(f"the program wrote no {path}" + (", which is of an earlier run" if before else ""))
             try:

@@ -24,7 +24,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from helpers.refusals import assert_refused
 from metricopt_ext.classification.estimator import CANNOT_PASS, CHUNK, MetricClassifier, Standardised
-from metricopt_ext.errors import AdapterError, BudgetError
+from metricopt_ext.errors import AdapterError, BudgetError, MetricError
 
 SMALL: dict[str, Any] = {"dim": 2, "hidden": (8,), "epochs": 10, "batch_size": 16, "lr": 0.05, "random_state": 0}
 QUICK = {**SMALL, "epochs": 5, "lr": 0.1}  # for checks that fit it a hundred times
@@ -57,6 +57,31 @@ def test_the_scorer_is_asked_of_the_held_out_rows_as_often_as_allowed() -> None:
     assert asked == [(rows, 3) for _ in range(12) for rows in (75, 38, 37)]
     assert sum(classifier.run_.queries.values()) == 12
     assert not [name for name in classifier.model_.state_dict() if "metricopt" in name]  # merged
+
+
+def test_values_by_name_are_combined_to_what_is_tuned() -> None:
+    X, y = table()
+    asked: list[dict[str, float]] = []
+
+    def recalls(estimator: Any, X: Any, y: Any) -> dict[str, float]:
+        predicted = estimator.predict_proba(X)
+        asked.append(
+            {name: float(predicted[y == name, place].mean()) for place, name in ((1, "b"), (2, "c"), (0, "a"))}
+        )
+        return asked[-1]
+
+    classifier = MetricClassifier(recalls, combine="worst", queries=12, **SMALL)
+    run = clone(classifier).fit(X, y).run_
+    assert run.guard == "halves"
+    assert run.outcomes.values["start"] == asked[0]
+    assert [*run.outcomes.values["start"]] == ["b", "c", "a"]
+    assert run.before == min(asked[0].values())
+    never = {**SMALL, "queries": 12, "epochs": 10**7}
+    for options, names in (({"combine": "best"}, ("'best'",)), ({"scoring": "f1"}, ("'f1'", "combine"))):
+        given: dict[str, Any] = {"scoring": recalls, "combine": "worst", **never, **options}
+        assert_refused(lambda given=given: MetricClassifier(**given).fit(X, y), ValueError, *names)
+    uncombined = MetricClassifier(recalls, **{**never, "epochs": 1})
+    assert_refused(lambda: uncombined.fit(X, y), MetricError, "b, c, a", "combine=")
 
 
 @pytest.mark.slow

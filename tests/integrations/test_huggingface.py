@@ -120,6 +120,33 @@ def test_halves_of_what_was_predicted(tmp_path: Path) -> None:
         assert abs(each.label_ids.sum() - LABELS.sum() / 2) < 1
 
 
+def test_several_that_are_reported_make_the_metric(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def by_class(prediction: Any) -> dict[str, float]:
+        asked.append(len(prediction.label_ids))
+        shares = torch.from_numpy(prediction.predictions).double().softmax(1).mean(0).tolist()
+        return {"share_b": shares[1], "share_a": shares[0]}
+
+    host = trainer(tmp_path, compute_metrics=by_class)
+    before = host.evaluate()
+    asked.clear()
+    run = tuned(host, ["eval_share_b", "share_a"], combine="worst", maximize=True)
+    assert run.outcomes is not None
+    assert run.outcomes.values["start"] == pytest.approx(
+        {"share_b": before["eval_share_b"], "share_a": before["eval_share_a"]}
+    )
+    assert [*run.outcomes.values["start"]] == ["share_b", "share_a"]
+    assert run.before == min(run.outcomes.values["start"].values())
+    assert run.guard == "halves"
+    assert asked[:3] == [len(ROWS), *asked[1:3]]
+    assert sum(asked[1:3]) == len(ROWS)
+    assert len(asked) == 3 * 16, "each half is asked once for all names"
+    assert_refused(lambda: tuned(host, ["share_a", "rows"], combine="worst", maximize=True), MetricError, "'rows'")
+    assert_refused(lambda: tuned(host, ["share_a", "share_b"], combine="worst"), ConfigError, "maximize")
+    assert_refused(lambda: tuned(host, ["share_a"]), ConfigError, "combine=")
+
+
 @pytest.mark.parametrize(
     ("own", "metric"),
     [

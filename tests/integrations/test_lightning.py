@@ -215,6 +215,52 @@ def test_a_value_outside_its_bounds_is_said_before_more_is_trained() -> None:
     assert callback.run.after >= callback.run.before
 
 
+class ByClass(Module):
+    """Logs the probability of each class, and on halves."""
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        right = self.net(batch[0]).softmax(1).gather(1, batch[1][:, None])[:, 0]
+        rows = {"": slice(None), "even ": slice(None, None, 2), "odd ": slice(1, None, 2)}
+        found = {
+            f"{half}accuracy {c}": right[of][batch[1][of] == c].mean() for c in (1, 0) for half, of in rows.items()
+        }
+        self.log_dict(found)
+
+
+def test_several_that_are_logged_make_the_metric() -> None:
+    names = ["accuracy 1", "accuracy 0"]
+    halves = tuple([f"{half} {name}" for name in names] for half in ("even", "odd"))
+    module, callback = ByClass(), search(monitor=names, combine="worst", halves=halves)
+    before = ByClass()
+    host = trainer()
+    host.validate(before, JUDGED, verbose=False)
+    trainer(callbacks=[callback]).fit(module, BATCHES, JUDGED)
+    found = {name: float(host.logged_metrics[name]) for name in names}
+    assert callback.run.outcomes is not None
+    assert callback.run.outcomes.values["start"] == pytest.approx(found)
+    assert [*callback.run.outcomes.values["start"]] == names
+    assert callback.run.before == pytest.approx(min(found.values()))
+    assert callback.run.guard == "halves"
+    low = trainer(callbacks=[search(monitor=names, combine="worst", bounds=(0.9, 1.0))])
+    assert_refused(lambda: low.fit(ByClass(), BATCHES, JUDGED), MetricError, "accuracy 1 and 1 more", "(0.9, 1.0)")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "names"),
+    [
+        ({"monitor": ["accuracy 1"]}, ConfigError, ("combine=",)),
+        ({"combine": "worst"}, ConfigError, ("'score'", "list")),
+        ({"monitor": [], "combine": "worst"}, ConfigError, ("[]",)),
+        ({"monitor": ["val_f1", "val_loss"], "combine": "mean"}, ConfigError, ("maximize=",)),
+        ({"monitor": ["acc", "f1"], "combine": "best"}, ValueError, ("'best'",)),
+        ({"monitor": ["acc", "f1"], "combine": "mean", "halves": ("a", "b")}, ValueError, ("halves",)),
+        ({"monitor": ["acc", "f1"], "combine": "mean", "halves": (["a", "b"], ["c", "a"])}, ValueError, ("halves",)),
+    ],
+)
+def test_several_names_that_can_not_be_meant(options: dict[str, Any], error: Any, names: tuple[str, ...]) -> None:
+    assert_refused(lambda: search(**options), error, *names)
+
+
 def test_several_validation_loaders() -> None:
     module, callback = Module(), search(monitor="score/dataloader_idx_1")
     trainer(callbacks=[callback]).fit(module, BATCHES, [JUDGED, DataLoader(TensorDataset(X, Y), batch_size=48)])

@@ -57,6 +57,20 @@ def test_the_search_is_the_one_of_the_parts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+def test_several_values_by_name_make_the_metric() -> None:
+    def by_class(model: nn.Module) -> dict[str, float]:
+        right = model(X).detach().softmax(1).gather(1, Y[:, None])[:, 0]
+        return {name: float(right[c == Y].mean()) for c, name in enumerate(("no", "yes"))}
+
+    model = network()
+    before = by_class(model.eval())
+    run = tuned(model, by_class, combine="worst", maximize=True, name="worst")
+    assert run.outcomes is not None
+    assert run.outcomes.values["start"] == before
+    assert run.before == min(before.values())
+    assert run.after == pytest.approx(min(by_class(model.eval()).values()))
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["DataParallel", "compile"])
 def test_a_wrapped_model_is_tuned_as_the_model_in_it(wrap: Any) -> None:
     if wrap is nn.DataParallel and torch.cuda.is_available():
