@@ -23,7 +23,6 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction
-from metricopt_ext.tasks.halved import Halved
 from metricopt_ext.tasks.inputs import logits_of, refuse_probabilities
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask, Loss
@@ -249,8 +248,7 @@ def _answer_of_first(metric: Callable[[], Any]) -> Any:
         answer = metric()
     except Exception as error:
         own = error
-    plain = (float(answer), answer.halves) if isinstance(answer, Halved) else answer
-    sent = [(plain, None if own is None else f"{type(own).__name__}: {own}")]
+    sent = [(answer, None if own is None else f"{type(own).__name__}: {own}")]
     distributed.broadcast_object_list(sent, src=0)
     first, failed = sent[0]
     if own is not None:

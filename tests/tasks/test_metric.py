@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -245,6 +246,11 @@ def test_a_metric_without_halves_says_once_why(answer: Any, repeats: int) -> Non
     assert found == [Evaluation(0.5, noise=None if repeats == 1 else 0.0, sign=-1)] * 3
     (warning,) = said
     assert ("nan" if isinstance(answer[1], tuple) else answer[1]) in str(warning.message)
+
+
+def test_a_value_with_halves_is_the_same_in_another_process() -> None:
+    sent = pickle.loads(pickle.dumps({"a": Halved(0.5, (0.25, 0.75))}))["a"]
+    assert (sent, sent.halves, type(sent)) == (0.5, (0.25, 0.75), Halved)
 
 
 def test_values_on_halves_of_the_data_are_those_of_their_rows() -> None:
