@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metricopt_ext.classification.callable_metric import from_callable, warn_of_scores
 from metricopt_ext.classification.label_metrics import label_metric
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, _counts
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, ratio_of
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.experiment.besides import NO_BOUNDS, BesidesConfig, class_number, of_class, own_function
 from metricopt_ext.experiment.own_metric import why
@@ -78,9 +78,6 @@ def _of_one_class(metric: str, number: int, label: str, logits: Tensor, labels: 
     Raises:
         DataError: No example is of the class.
     """
-    hits, guessed, actual = (float(counts[number]) for counts in _counts(logits, labels))
-    if not actual:
+    if not bool((labels == number).any()):
         raise DataError(f"no example has class {label!r}, which {metric} needs")
-    if metric == "recall":
-        return hits / actual
-    return hits / max(1.0, guessed) if metric == "precision" else 2 * hits / (guessed + actual)
+    return ratio_of(metric, number, logits, labels)

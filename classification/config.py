@@ -67,11 +67,12 @@ class MetricConfig(BesidesConfig):
     """What the classifier is judged by.
 
     f1, jaccard, aucpr, auc and eer are the positive class's if there are two classes, and macro (the mean over classes)
-    else; macro_f1, mean_iou and balanced_accuracy, which is macro recall, are always macro.
+    else; macro_f1, mean_iou and balanced_accuracy, which is macro recall, are always macro; recall and precision are
+    for two classes.
     """
 
-    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou,
-    # top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run
+    # accuracy, auc, aucpr, balanced_accuracy, eer, expected_cost, f1, jaccard, macro_f1, mcc, mcr, mean_iou, precision,
+    # recall, top5_accuracy, worst_recall, or MODULE:FUNCTION, which is imported and run
     name: str = "accuracy"
     # expected_cost: a row for each true class, a column for each predicted one; each with a decimal point, as omegaconf
     # below 2.4 rejects 0 for 0.0

@@ -102,11 +102,36 @@ def _counts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tp, guessed, actual
 
 
-def _positive_or_macro(numerator: Tensor, denominator: Tensor) -> float:
+# Numerator and denominator, ``c`` each, by the true positives, the predictions and the examples of each class.
+RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "recall": lambda tp, guessed, actual: (tp, actual),
+    "precision": lambda tp, guessed, actual: (tp, guessed),
+    "f1": lambda tp, guessed, actual: (2 * tp, guessed + actual),
+    "jaccard": lambda tp, guessed, actual: (tp, guessed + actual - tp),
+}
+
+
+def ratio_of(name: str, number: int, logits: Tensor, labels: Tensor) -> float:
+    """Return one of `RATIOS` of one class; 0 where it has no denominator."""
+    numerator, denominator = RATIOS[name](*(counts[number] for counts in _counts(logits, labels)))
+    return float(numerator / denominator.clamp(min=1))
+
+
+def _of_two(name: str, logits: Tensor, labels: Tensor) -> float:
+    classes = check(logits, labels)[2]
+    if classes != 2:
+        raise DataError(f"{name} is of the positive class of two, got {classes} classes; f1 and macro_f1 take more")
+    return ratio_of(name, 1, logits, labels)
+
+
+def _positive_or_macro(name: str, logits: Tensor, labels: Tensor) -> float:
     """The ratio of class 1 if there are two classes, else its mean over the classes where it is defined."""
-    if len(numerator) == 2:
-        return float(numerator[1] / denominator[1].clamp(min=1))
-    return macro(numerator, denominator)
+    two = logits.ndim == 1 or logits.shape[-1] == 2
+    return ratio_of(name, 1, logits, labels) if two else _macro_of(name, logits, labels)
+
+
+def _macro_of(name: str, logits: Tensor, labels: Tensor) -> float:
+    return macro(*RATIOS[name](*_counts(logits, labels)))
 
 
 def macro(numerator: Tensor, denominator: Tensor) -> float:
@@ -133,22 +158,6 @@ def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
     earlier = torch.arange(num_classes, device=labels.device) < labels.unsqueeze(1)
     rank = ((logits > true) | ((logits == true) & earlier)).sum(1)  # of equal logits the first, as for accuracy
     return float((rank < 5).double().mean())
-
-
-def _f_measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of each class's F-measure, ``c`` each."""
-    tp, guessed, actual = _counts(logits, labels)
-    return 2 * tp, guessed + actual
-
-
-def _overlap(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of each class's intersection over union, ``c`` each."""
-    tp, guessed, actual = _counts(logits, labels)
-    return tp, guessed + actual - tp
-
-
-def _over_classes(ratio: Callable[..., Any], mean: Callable[..., float], logits: Tensor, labels: Tensor) -> float:
-    return mean(*ratio(logits, labels))
 
 
 def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
@@ -269,13 +278,18 @@ _KNOWN: dict[str, tuple[MetricFunction, str]] = {
         _top5_accuracy,
         "share of examples whose class is among the 5 of the largest logits; for 6 or more classes",
     ),
-    "f1": (partial(_over_classes, _f_measure, _positive_or_macro), f"F-measure of the positive class; {_PER_CLASS}"),
-    "macro_f1": (partial(_over_classes, _f_measure, macro), f"mean F-measure {_OVER_CLASSES}"),
+    "recall": (partial(_of_two, "recall"), "share of the positive class's examples that are found; for two classes"),
+    "precision": (
+        partial(_of_two, "precision"),
+        "share of what is predicted as the positive class that is of it, 0 if nothing is; for two classes",
+    ),
+    "f1": (partial(_positive_or_macro, "f1"), f"F-measure of the positive class; {_PER_CLASS}"),
+    "macro_f1": (partial(_macro_of, "f1"), f"mean F-measure {_OVER_CLASSES}"),
     "jaccard": (
-        partial(_over_classes, _overlap, _positive_or_macro),
+        partial(_positive_or_macro, "jaccard"),
         f"TP / (TP + FP + FN) of the positive class; {_PER_CLASS}",
     ),
-    "mean_iou": (partial(_over_classes, _overlap, macro), f"mean TP / (TP + FP + FN) {_OVER_CLASSES}"),
+    "mean_iou": (partial(_macro_of, "jaccard"), f"mean TP / (TP + FP + FN) {_OVER_CLASSES}"),
     "aucpr": (
         _aucpr,
         f"area under the precision-recall curve (average precision); {_PER_CLASS}, each against the rest",
@@ -298,7 +312,7 @@ METRICS = {
 
 SHOWN = 20  # classes that a line names
 # Those of which one of two classes is the positive one, so that they have another value if it is the other.
-OF_POSITIVE = frozenset({"f1", "jaccard", "aucpr"})
+OF_POSITIVE = frozenset({*RATIOS, "aucpr"})
 # Names of two classes, in lower case, that say which of them is the positive one.
 TELLING = {
     *(("0", "1"), ("0.0", "1.0"), ("-1", "1"), ("false", "true"), ("f", "t"), ("no", "yes"), ("n", "y")),

@@ -59,6 +59,16 @@ class TestAccuracy(OfDecisions):
     of = staticmethod(lambda labels, predicted, _: skm.accuracy_score(labels, predicted))
 
 
+class TestRecall(OfDecisions):
+    name, widths = "recall", (0, 2)
+    of = staticmethod(lambda labels, predicted, _: skm.recall_score(labels, predicted, zero_division=0))
+
+
+class TestPrecision(OfDecisions):
+    name, widths = "precision", (0, 2)
+    of = staticmethod(lambda labels, predicted, _: skm.precision_score(labels, predicted, zero_division=0))
+
+
 class TestF1(OfDecisions):
     name = "f1"
 
@@ -234,7 +244,7 @@ class TestMeanAveragePrecisionOfLabels(OfLabels):
 @pytest.mark.parametrize("name", METRICS)
 def test_bounds_are_reached_by_the_perfect_and_the_worst(name: str) -> None:
     # The bounds of some take two classes, those of others many.
-    classes = {"auc": 2, "eer": 2, "mcc": 2, "top5_accuracy": 9}.get(name, 3)
+    classes = {"auc": 2, "eer": 2, "mcc": 2, "precision": 2, "recall": 2, "top5_accuracy": 9}.get(name, 3)
     labels = torch.tensor([0, 1, 2, 2]).clamp(max=classes - 1)
     right = 10.0 * torch.eye(classes)[labels]
     spec = METRICS[name]
@@ -270,6 +280,9 @@ def test_infinite_logits_have_an_order_or_are_refused(name: str) -> None:
 
 def test_what_is_no_metric_of_these_data_is_refused() -> None:
     assert_refused(lambda: METRICS["top5_accuracy"].function(torch.zeros(8, 5), torch.zeros(8).long()), DataError, "5")
+    assert_refused(
+        lambda: METRICS["recall"].function(torch.zeros(2, 3), torch.tensor([0, 1])), DataError, "recall", "3"
+    )
     assert_refused(lambda: expected_cost([[0, 1, 2], [1, 0, 2]]), ValueError, "(2, 3)")
     assert_refused(lambda: expected_cost(COSTS).function(torch.zeros(2), torch.tensor([0, 1])), DataError, "4", "2")
     assert_refused(lambda: label_metric("mean_iou"), ConfigError, "metric.name='mean_iou'", "data.kind=multilabel")
