@@ -281,7 +281,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
 
     @property
     def _metric(self) -> MetricSpec:
-        return build_metric(self.config.metric, self.config.data.kind)
+        return build_metric(self.config.metric, self.config.data.kind, self.splits.class_names)
 
     def test_error(self, before: Start, after: Start) -> float | None:
         """Return the standard error of the test metric's difference between two starts.

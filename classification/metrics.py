@@ -15,7 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from metricopt_ext.classification.outcomes import Outcomes, Ratio
 from metricopt_ext.errors import ConfigError, DataError
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.words import brief
 
 # Why not scikit-learn: its values are the same, the tests hold, with ties, absent classes and a single one. (Its top-5
@@ -24,6 +26,8 @@ from metricopt_ext.utils.words import brief
 # F-measure, and 73 ms in place of 12 for the area under the ROC curve. Logits on a GPU would be copied, too.
 
 MetricFunction = Callable[..., float]
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> a value of each row, ``n`` float64
 
 Matrix = Tensor | npt.NDArray[Any] | Sequence[Any]
 
@@ -44,6 +48,8 @@ class MetricSpec:
         arguments: What makes it this metric besides its name, such as its costs; JSON.
         of_scores: The same function of probabilities in place of the predicted classes, where nothing tells which of
             them it is meant to get; None where something does.
+        ratio: The same as a ratio of sums over rows; None if it is none.
+        outcomes: What it is the worst of; None of a metric that is not made of outcomes.
     """
 
     name: str
@@ -54,6 +60,8 @@ class MetricSpec:
     columns: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     of_scores: MetricFunction | None = None
+    ratio: Ratio | None = None
+    outcomes: Outcomes | None = None
 
 
 def check(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -140,14 +148,27 @@ def macro(numerator: Tensor, denominator: Tensor) -> float:
     return float((numerator[defined] / denominator[defined]).mean())
 
 
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
+def _right(logits: Tensor, labels: Tensor) -> Tensor:
     logits, labels, _ = check(logits, labels)
-    return float((decide(logits) == labels).double().mean())
+    return (decide(logits) == labels).double()
 
 
-def _mcr(logits: Tensor, labels: Tensor) -> float:
-    logits, labels, _ = check(logits, labels)
-    return float((decide(logits) != labels).double().mean())
+def _wrong(logits: Tensor, labels: Tensor) -> Tensor:
+    return 1 - _right(logits, labels)
+
+
+def _mean(of_rows: RowFunction, logits: Tensor, labels: Tensor) -> float:
+    return float(of_rows(logits, labels).mean())
+
+
+def _mean_ratio(of_rows: RowFunction) -> Ratio:
+    """Return the mean of rows' values as a ratio of sums."""
+
+    def terms(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        values = of_rows(logits, labels)
+        return values, torch.ones_like(values)
+
+    return Ratio(terms)
 
 
 def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -158,19 +179,6 @@ def _top5_accuracy(logits: Tensor, labels: Tensor) -> float:
     earlier = torch.arange(num_classes, device=labels.device) < labels.unsqueeze(1)
     rank = ((logits > true) | ((logits == true) & earlier)).sum(1)  # of equal logits the first, as for accuracy
     return float((rank < 5).double().mean())
-
-
-def _recalls(logits: Tensor, labels: Tensor) -> Tensor:
-    tp, _, actual = _counts(logits, labels)
-    return (tp / actual)[actual > 0]
-
-
-def _balanced_accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float(_recalls(logits, labels).mean())
-
-
-def _worst_recall(logits: Tensor, labels: Tensor) -> float:
-    return float(_recalls(logits, labels).min())
 
 
 def _scores(logits: Tensor, name: str) -> Tensor:
@@ -272,8 +280,8 @@ _PER_CLASS = "with 3 or more classes macro, the mean over the classes present"
 
 _LOWER = ("mcr", "eer")
 _KNOWN: dict[str, tuple[MetricFunction, str]] = {
-    "mcr": (_mcr, "misclassification rate"),
-    "accuracy": (_accuracy, "share of examples classified correctly"),
+    "mcr": (partial(_mean, _wrong), "misclassification rate"),
+    "accuracy": (partial(_mean, _right), "share of examples classified correctly"),
     "top5_accuracy": (
         _top5_accuracy,
         "share of examples whose class is among the 5 of the largest logits; for 6 or more classes",
@@ -301,13 +309,49 @@ _KNOWN: dict[str, tuple[MetricFunction, str]] = {
         f" {_PER_CLASS}, each against the rest",
     ),
     "mcc": (_mcc, "Matthews correlation of true and predicted classes"),
-    "balanced_accuracy": (_balanced_accuracy, "mean (macro) recall over the classes that have examples"),
-    "worst_recall": (_worst_recall, "lowest recall among the classes that have examples"),
+    "balanced_accuracy": (partial(_macro_of, "recall"), "mean (macro) recall over the classes that have examples"),
 }
+_OF_ROWS = {"mcr": _mean_ratio(_wrong), "accuracy": _mean_ratio(_right)}
 METRICS = {
-    name: MetricSpec(name, name not in _LOWER, (-1.0 if name == "mcc" else 0.0, 1.0), function, said)
+    name: MetricSpec(
+        name, name not in _LOWER, (-1.0 if name == "mcc" else 0.0, 1.0), function, said, ratio=_OF_ROWS.get(name)
+    )
     for name, (function, said) in _KNOWN.items()
 }
+
+
+def worst_of(
+    spec: MetricSpec, groups: Callable[..., Tensor], names: Sequence[str], name: str, said: str, *columns: str
+) -> MetricSpec:
+    """Return the metric that is the worst of another's values in groups of rows.
+
+    Args:
+        spec: The other, which has a ratio.
+        groups: See `Outcomes`.
+        names: The groups' names; empty where they go by their numbers.
+        name: The metric's name.
+        said: What it is.
+        columns: Names of what ``groups`` takes after the labels.
+    """
+    assert spec.ratio is not None
+    outcomes, combination = Outcomes(spec.ratio, groups, tuple(names)), Combination("worst", -1 if spec.maximize else 1)
+
+    def function(logits: Tensor, labels: Tensor, *given: Any) -> float:
+        if not (values := outcomes.values(logits, labels, *given)):
+            raise DataError(f"{name} needs a group with an example of the positive class, got none")
+        return float(combination.value(torch.tensor([*values.values()], dtype=torch.float64)))
+
+    return MetricSpec(name, spec.maximize, spec.bounds, function, said, columns, outcomes=outcomes)
+
+
+def worst_recall(classes: Sequence[str] = ()) -> MetricSpec:
+    """Return the lowest recall, of classes that have these names; empty for their numbers."""
+    # A class's recall is the accuracy on its rows.
+    said = "lowest recall among the classes that have examples"
+    return worst_of(METRICS["accuracy"], lambda labels: labels, classes, "worst_recall", said)
+
+
+METRICS["worst_recall"] = worst_recall()
 
 
 SHOWN = 20  # classes that a line names

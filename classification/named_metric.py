@@ -1,6 +1,6 @@
 """The metric that a config names, tried before work is done for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from metricopt_ext.classification.besides import check_besides
 from metricopt_ext.classification.callable_metric import from_callable, warn_of_scores
 from metricopt_ext.classification.config import MetricConfig
 from metricopt_ext.classification.label_metrics import label_metric
-from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_cost, worst_recall
 from metricopt_ext.classification.split_metric import value_of
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
@@ -19,12 +19,13 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.own_metric import own_metric, try_on_few, why
 
 
-def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
+def build_metric(config: MetricConfig, kind: str = "classes", classes: Sequence[str] = ()) -> MetricSpec:
     """Return the metric that the settings name; a module that they name is imported, which runs it.
 
     Args:
         config: The metric's settings.
         kind: What is predicted (`targets.KINDS`).
+        classes: The names of the classes; empty where they are not known yet.
 
     Raises:
         ConfigError: There is no such metric, or its settings are incomplete.
@@ -32,6 +33,8 @@ def build_metric(config: MetricConfig, kind: str = "classes") -> MetricSpec:
     own = own_metric(config.name, config)
     if own is None and kind == "multilabel":
         return label_metric(config.name)
+    if config.name == "worst_recall":
+        return worst_recall(classes)
     if config.name in METRICS:
         return METRICS[config.name]
     try:
