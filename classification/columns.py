@@ -120,7 +120,7 @@ class Columns:
         given = [cell for cell in column if cell in cells and cell.lower() not in MISSING]
         found = [cell for cell in given if cells[cell] is not None or written_otherwise(cell)]
         if len(found) < NUMERIC * len(given) or not given:
-            empty = [i for i, cell in enumerate(column) if not cell]
+            empty = [i for i, cell in enumerate(column) if not cell or (cell in BLANK and not as_they_are)]
             how = Column(name, METRICS, 0, len(set(column)), len(empty), [self._at(column, i) for i in empty[:_SHOWN]])
             return np.array(column, dtype=object), how
         self._check_notation(name, column)
@@ -128,9 +128,9 @@ class Columns:
         for i, cell in enumerate(column):
             if not np.isfinite(numbers.get(cell, np.nan)):
                 raise DataError(
-                    f"{self._path}: column {name!r} of metric.columns must be a finite number in each row, got"
-                    f" {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as texts"
-                    f" ({override('data.categories', name)})"
+                    f"{self._path}: column {name!r} of metric.columns or metric.by must be a finite number in"
+                    f" each row, got {self._at(column, i)}; fill it in, or leave out the row, or take all its cells as"
+                    f" texts ({override('data.categories', name)})"
                 )
         if all(WHOLE.fullmatch(cell) for cell in numbers):
             whole = np.array([int(cell) for cell in column])  # all digits, as ids may have many

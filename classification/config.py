@@ -77,6 +77,18 @@ class MetricConfig(BesidesConfig):
     # expected_cost: a row for each true class, a column for each predicted one; each with a decimal point, as omegaconf
     # below 2.4 rejects 0 for 0.0
     costs: list[list[float]] = field(default_factory=list)
+    # A column of the table, no input of the model: the metric is its worst value in a group of the same value there.
+    # For accuracy, mcr, expected_cost, and of two classes recall, precision, f1 and jaccard
+    by: str = ""
+
+    @property
+    def title(self) -> str:
+        """What the metric is called in tables, if it is one of the tool's."""
+        return f"worst {self.name} by {self.by}" if self.by else self.name
+
+    def check_besides(self, metric: str) -> None:
+        """Reject what can't be besides the metric; the metric of all rows can, beside its worst group."""
+        super().check_besides(self.title if self.by else metric)
 
 
 @dataclass
@@ -194,7 +206,14 @@ class ClassificationConfig(RunConfig):
     @property
     def metric_columns(self) -> list[str]:
         """The columns that the metric is given, in order."""
+        if self.metric.by:
+            return [self.metric.by]
         return self.metric.columns if isinstance(self.metric, OwnClassifierMetricConfig) else []
+
+    @property
+    def shown_columns(self) -> str:
+        """The key that names these columns, with its value, for messages."""
+        return f"metric.by={self.metric.by}" if self.metric.by else f"metric.columns={self.metric_columns}"
 
     def _check_kind(self) -> None:
         """Reject what only classes have, where something else is predicted."""
@@ -226,15 +245,18 @@ class ClassificationConfig(RunConfig):
         """Reject columns that can't be given to the metric, or not everywhere."""
         columns = self.metric_columns
         if repeated := [name for name in columns if columns.count(name) > 1]:
-            raise ConfigError(f"metric.columns={columns} has {repeated[0]!r} twice")
+            raise ConfigError(f"{self.shown_columns} has {repeated[0]!r} twice")
         targets = [self.data.target, *self.data.targets] if isinstance(self.data, TableConfig) else []
         if both := [name for name in targets if name in columns]:
-            raise ConfigError(f"metric.columns={columns} has data.target={both[0]!r}, which the metric is given anyway")
+            raise ConfigError(
+                f"{self.shown_columns} has data.target={both[0]!r}, which the metric is given anyway"
+                + ("; metric.name=worst_recall is by class" if self.metric.by else "")
+            )
         asking = [name for name in self.trained_methods if METHODS[name].needs == "batch metric"]
         if columns and asking:
             raise ConfigError(
-                f"methods=[{asking[0]}] asks the metric on batches of train examples, of which metric.columns={columns}"
-                " are not known; leave out one of the two"
+                f"methods=[{asking[0]}] asks the metric on batches of train examples, whose columns are not known;"
+                f" leave out {self.shown_columns} or it"
             )
 
     def data_files(self) -> list[Path]:

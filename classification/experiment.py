@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +16,18 @@ from metricopt_ext.classification.adapter import attach
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
-from metricopt_ext.classification.groups import groups_of, metric_halves, strata
+from metricopt_ext.classification.groups import (
+    check_groups,
+    groups_of,
+    metric_halves,
+    rare_judged,
+    strata,
+    values_of,
+    with_sizes,
+)
 from metricopt_ext.classification.metrics import MetricSpec, check_classes
 from metricopt_ext.classification.named_loss import named_loss, try_loss
-from metricopt_ext.classification.named_metric import build_metric, try_metric
+from metricopt_ext.classification.named_metric import NO_VALUES, build_metric, try_metric
 from metricopt_ext.classification.offsets import (
     adjust_logits,
     prior_adjustment,
@@ -76,11 +85,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     Attributes:
         splits: The data.
         target: What is predicted.
+        values: Those of the column that ``metric.by`` names, in order.
     """
 
     config_type = ClassificationConfig
     splits: Splits
     target: Target
+    values: npt.NDArray[Any]
 
     @classmethod
     def describe(cls, config: ClassificationConfig) -> Subject:
@@ -103,10 +114,15 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         config, seed, device = self.config, self.seed, choose_device(self.config.device)
         self.splits = splits = load_splits(config, seed).to(device)
         self.reading = splits.reading
+        self.target = target = Target(config.data.kind, splits.num_classes)
+        by = config.metric.by
+        self.values = values_of(splits, by) if by else NO_VALUES
+        metric = self._metric
+        if self.reading is not None and by:
+            self.reading = with_sizes(self.reading, metric, splits)
         if self.reading is not None and seed == config.seed:
             for line in self.reading.lines():
                 self.callback.say(line)
-        self.target = target = Target(config.data.kind, splits.num_classes)
         for name in PARTS:
             check_part(getattr(splits, name), target, name)
         also, subject_to = besides(config.metric, target.kind, splits.class_names), config.metric.subject_to
@@ -114,8 +130,11 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             line = check_classes([config.metric.name, *also], splits.class_names, config.data.positive)
             if line and seed == config.seed:
                 self.callback.say(line)
-        for part in (splits.validation, splits.test):
-            try_metric(config.metric, part, target, also)
+        for name in PARTS[1:]:
+            part = getattr(splits, name)
+            try_metric(config.metric, part, target, also, metric)
+            if by:
+                check_groups(metric, part, name)
         self._batches(splits.train)  # refuses a size before anything is trained, as do the siblings'
         if config.trained_methods:
             self._sibling_batches()
@@ -124,7 +143,6 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         if ":" in config.model.name:  # the tools' own networks return logits
             with evaluating(untrained(config, splits, seed)) as model:
                 refuse_probabilities(logits_of(predict(model, taken(splits.train.x, slice(LOOKED_AT)))))
-        metric = self._metric
         model = classifier(config, splits, seed, self.folder, self.callback)
         adapter = attach(model, config, seed, splits.train.x)
         task = FinetuneTask(
@@ -150,8 +168,13 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         return plot_histories(folder, seeds)
 
     def rare(self) -> Rare | None:
-        """Return the classes of which validation has few examples, or else such values of a metric's column."""
+        """Return the classes of which validation has few examples, or else such values of a metric's column.
+
+        The groups by ``metric.by`` come first.
+        """
         part, several = self.splits.validation, self.target.kind == "multilabel"
+        if self.config.metric.by and (found := rare_judged(self._metric, part)):
+            return found
         counts = part.y.sum(0) if several else torch.bincount(part.y, minlength=self.splits.num_classes)
         named = dict(zip(self.splits.class_names, counts.tolist(), strict=True))
         found = rare_groups("label" if several else "class", named)
@@ -274,14 +297,14 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
     def label_parts(self) -> LabelParts:
         """Return batches of two thirds of each class, the metric on the other third, and batches of all."""
         part = self.splits.validation
-        held = held_third(part.y if self.target.kind == "classes" else torch.zeros(len(part)), self.seed)
+        held = held_third(strata(part, self._metric), self.seed)
         held = held.to(part.y.device)
         fit, judged = part.take((~held).nonzero().flatten()), part.take(held.nonzero().flatten())
         return LabelParts(self._batches(fit), model_metric(self._metric, judged), self._batches(part))
 
     @property
     def _metric(self) -> MetricSpec:
-        return build_metric(self.config.metric, self.config.data.kind, self.splits.class_names)
+        return build_metric(self.config.metric, self.config.data.kind, self.splits.class_names, self.values)
 
     def test_error(self, before: Start, after: Start) -> float | None:
         """Return the standard error of the test metric's difference between two starts.

@@ -126,10 +126,28 @@ def ratio_of(name: str, number: int, logits: Tensor, labels: Tensor) -> float:
 
 
 def _of_two(name: str, logits: Tensor, labels: Tensor) -> float:
-    classes = check(logits, labels)[2]
-    if classes != 2:
-        raise DataError(f"{name} is of the positive class of two, got {classes} classes; f1 and macro_f1 take more")
+    _check_two(name, logits)
     return ratio_of(name, 1, logits, labels)
+
+
+def _check_two(name: str, logits: Tensor) -> None:
+    if logits.ndim == 2 and logits.shape[1] != 2:
+        raise DataError(
+            f"{name} of a positive class is for two classes, got {logits.shape[1]}; f1 and balanced_accuracy are for"
+            " more, and in groups accuracy, mcr and expected_cost"
+        )
+
+
+def _positive_ratio(name: str) -> Ratio:
+    """Return one of `RATIOS` of class 1 as a ratio of sums over rows."""
+
+    def terms(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        _check_two(name, logits)
+        logits, labels, _ = check(logits, labels)
+        guessed, actual = (decide(logits) == 1).double(), (labels == 1).double()
+        return RATIOS[name](guessed * actual, guessed, actual)
+
+    return Ratio(terms, "alone" if name == "recall" else "needed")
 
 
 def _positive_or_macro(name: str, logits: Tensor, labels: Tensor) -> float:
@@ -311,7 +329,13 @@ _KNOWN: dict[str, tuple[MetricFunction, str]] = {
     "mcc": (_mcc, "Matthews correlation of true and predicted classes"),
     "balanced_accuracy": (partial(_macro_of, "recall"), "mean (macro) recall over the classes that have examples"),
 }
-_OF_ROWS = {"mcr": _mean_ratio(_wrong), "accuracy": _mean_ratio(_right)}
+_OF_ROWS = {
+    "mcr": _mean_ratio(_wrong),
+    "accuracy": _mean_ratio(_right),
+    **{name: _positive_ratio(name) for name in RATIOS},
+}
+# Those that have a value in any group of rows.
+GROUPED = (*_OF_ROWS, "expected_cost")
 METRICS = {
     name: MetricSpec(
         name, name not in _LOWER, (-1.0 if name == "mcc" else 0.0, 1.0), function, said, ratio=_OF_ROWS.get(name)
@@ -417,15 +441,17 @@ def expected_cost(costs: Matrix) -> MetricSpec:
     if bounds[0] == bounds[1]:
         raise ValueError(f"costs must differ from each other, got {bounds[0]} everywhere")
 
-    def function(logits: Tensor, labels: Tensor) -> float:
+    def paid(logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels, num_classes = check(logits, labels)
         if num_classes != len(cost):
             raise DataError(f"costs are for {len(cost)} classes, got logits of {num_classes}")
-        paid = cost.to(labels.device)[labels, decide(logits)]
-        return min(max(float(paid.mean()), bounds[0]), bounds[1])
+        return cost.to(labels.device)[labels, decide(logits)]
 
-    said = "mean of costs[true class][predicted class]"
-    return MetricSpec("expected_cost", False, bounds, function, said, arguments={"costs": cost.tolist()})
+    def function(logits: Tensor, labels: Tensor) -> float:
+        return min(max(_mean(paid, logits, labels), bounds[0]), bounds[1])
+
+    said, arguments = "mean of costs[true class][predicted class]", {"costs": cost.tolist()}
+    return MetricSpec("expected_cost", False, bounds, function, said, arguments=arguments, ratio=_mean_ratio(paid))
 
 
 def check_split(labels: Tensor, num_classes: int, where: str = "validation") -> None:

@@ -90,7 +90,7 @@ def _check_columns(splits: Splits, config: ClassificationConfig) -> None:
             if column not in having:
                 found = ", ".join(having) or "none"
                 raise ConfigError(
-                    f"metric.columns={config.metric_columns}: the {name} part of data.name={config.data.name} has no"
+                    f"{config.shown_columns}: the {name} part of data.name={config.data.name} has no"
                     f" column {column!r}; its columns are: {found}"
                 )
 

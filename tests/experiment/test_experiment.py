@@ -259,7 +259,7 @@ def test_a_class_that_the_metric_hardly_sees_is_named(tmp_path: Path, capsys: py
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "('seldom' 0)" in log
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["rare"] == [{"of": "class", "groups": 3, "rare": 1, "fewest": {"seldom": 0}}] * 2
+    assert report["rare"] == [{"of": "class", "groups": 3, "rare": 1, "fewest": {"seldom": 0}, "least": 10}] * 2
     capsys.readouterr()
     dry_run(ClassificationExperiment, config)
     assert "1 of 3 classes has fewer than 10 examples" in " ".join(capsys.readouterr().out.split())
