@@ -31,6 +31,7 @@ from metricopt_ext.classification.named_metric import NO_VALUES, build_metric, t
 from metricopt_ext.classification.offsets import (
     adjust_logits,
     prior_adjustment,
+    raise_worst,
     target_line,
     threshold_of,
     tune_adjustment,
@@ -226,13 +227,24 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
             assert isinstance(subject, ClassificationExperiment)
             return tune_offsets(task, subject.splits.validation.x, budget=queries, start=start)
 
+        def raised(task: FinetuneTask, start: Tensor | None, queries: int, seed: int) -> nn.Module | None:
+            assert isinstance(subject, ClassificationExperiment)
+            splits = subject.splits
+            return raise_worst(task, splits.validation.x, splits.class_names, queries, start=start)
+
         def adjusted(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> nn.Module:
             assert isinstance(subject, ClassificationExperiment)
             splits = subject.splits
             counts, evals = splits.train.y.bincount(minlength=splits.num_classes), min(queries, MOST_STRENGTHS)
             return tune_adjustment(task, splits.validation.x, counts, evals=evals)  # from the trained model itself
 
-        more = {"threshold": threshold, "class_offsets": class_offsets, "logit_adjustment_tuned": adjusted}
+        more = {
+            "threshold": threshold,
+            "class_offsets": class_offsets,
+            "raise_worst": raised,
+            "raise_worst_trained": lambda task, start, queries, seed: raised(task, None, queries, seed),
+            "logit_adjustment_tuned": adjusted,
+        }
         if config.data.kind == "multilabel":
             more = {"label_thresholds": class_offsets}
         baselines = {name: at_each_budget(run, least=lambda dim: 2) for name, run in more.items()}

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,12 +13,15 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.targets import Target
+from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.prior_starts import offset_line, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
+from metricopt_ext.utils.words import shortened
 
 REACH = 4.0  # logits, to each side, of the first round
+RAISED = 0.5  # logits, by which the offset of the worst class is raised at first
 STRONGEST = 2.0  # strength of logit adjustment
 
 
@@ -183,6 +187,56 @@ def tune_offsets(
             candidate[label] += step / 2**round
             if (value := cost(candidate)) < lowest:
                 kept, lowest = candidate, value
+    return WithOffsets(original, kept)
+
+
+@torch.no_grad()
+def raise_worst(
+    task: FinetuneTask, x: Tensor, classes: Sequence[str], budget: int, *, start: Tensor | None = None
+) -> WithOffsets | None:
+    """Return the original model with the offset of whatever class is worst raised, again and again.
+
+    A raise is kept unless the metric loses, and then that class's step is halved. Each raise is one query, the model as
+    it is the first. The metric sees scores that are kept, as in `tune_offsets`.
+
+    Args:
+        task: Its model, at phi = 0, is judged by its metric, which is made of a value for each class.
+        x: Inputs, ``n x ...``; one shows how many logits there are.
+        classes: Names of the classes, in the order of the logits.
+        budget: Queries, at least 1.
+        start: Another phi, ``d``, that is merged into the model.
+
+    Returns:
+        The model, or None if it has a single logit.
+
+    Raises:
+        MetricError: The metric is not made of outcomes of the classes.
+    """
+    check_integer(1, budget=budget)
+    original, combination = merged(task, start), task.metric.combination
+    logits = output_of(original(x[:1]))
+    if logits.dim() == 1:
+        return None
+    model = Remembered(original)
+    kept, steps = logits.new_zeros(logits.shape[1]), [RAISED] * logits.shape[1]
+    best = task.metric.evaluate(WithOffsets(model, kept), "offsets")
+    model.keeps = False
+    names = () if combination is None else combination.names(best.outcomes)
+    if combination is None or not {*names} <= {*classes}:
+        made = f"it is made of {shortened(list(names))}" if names else "it is told as one number"
+        raise MetricError(
+            f"metric {task.metric.name!r}: {made}, and not of a value for each class, the worst of which is raised;"
+            " leave out raise_worst, or judge by worst_recall"
+        )
+    for _ in range(budget - 1):
+        worst = classes.index(names[int(combination.costs([best]).argmax())])
+        candidate = kept.clone()
+        candidate[worst] += steps[worst]
+        found = task.metric.evaluate(WithOffsets(model, candidate), "offsets")
+        if found.cost <= best.cost:  # a recall of 0 stays 0 until it has been raised far enough
+            kept, best = candidate, found
+        else:
+            steps[worst] /= 2
     return WithOffsets(original, kept)
 
 

@@ -84,6 +84,8 @@ METHODS: dict[str, Entry] = {
     "loss_finetune_best": Entry("loss finetune, best step", "#b5651d", "queries", training=True, after="loss_finetune"),
     "threshold": Entry("tuned threshold", "#5b7db1", "queries", "inputs"),
     "class_offsets": Entry("tuned class offsets", "#34568b", "queries"),
+    "raise_worst": Entry("worst class's offset raised", "#22577a", "queries"),
+    "raise_worst_trained": Entry("worst class's offset raised, as trained", "#57a0c8", "queries"),
     "label_thresholds": Entry("a threshold per label", "#4a6fa5", "queries"),
     "logit_adjustment": Entry("logit adjustment", "#a3b8d9", "free"),
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),

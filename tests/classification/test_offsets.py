@@ -2,11 +2,15 @@
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.attach import attach_input_bias, attach_outputs
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.classification.losses import classification_loss
@@ -14,6 +18,7 @@ from metricopt_ext.classification.metrics import METRICS, MetricSpec, expected_c
 from metricopt_ext.classification.models import TabularMLP
 from metricopt_ext.classification.offsets import (
     WithOffsets,
+    raise_worst,
     target_line,
     tune_adjustment,
     tune_offsets,
@@ -22,6 +27,7 @@ from metricopt_ext.classification.offsets import (
 from metricopt_ext.classification.split_metric import model_metric
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.errors import MetricError
 from metricopt_ext.experiment.passes import Passes, noticing, passes_of
 from metricopt_ext.methods.prior_starts import cost_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
@@ -115,6 +121,54 @@ def test_a_budget_ends_the_search_with_the_best_so_far(budget: int, best: list[f
     tuned = tune_offsets(task, X, points=5, budget=budget)
     assert task.metric.ledger.spent == len(asked) == budget
     assert added_by(tuned, task) == pytest.approx(best)
+
+
+CLASSES = ("a", "b", "c")
+
+
+def made_of(outcomes: Callable[[list[float]], Any], **options: Any) -> tuple[FinetuneTask, list[list[float]]]:
+    """A linear classifier of three classes whose metric is told what its added offsets come to.
+
+    Returns:
+        The task, and the offsets of each query, filled as they are asked.
+    """
+    task, asked = linear_task([0.0] * 3)
+    before = task.metric.function
+
+    def told(judged: nn.Module) -> Any:
+        before(judged)
+        return outcomes(asked[-1])
+
+    return replace(task, metric=Metric(told, maximize=True, bounds=None, name="recall", **options)), asked
+
+
+def test_the_worst_class_is_raised_and_its_own_step_is_halved_where_the_metric_loses() -> None:
+    """A class's value is its offset over the mean of all, from 0, 0.4 and 2 on."""
+
+    def outcomes(added: list[float]) -> dict[str, float]:
+        return {name: b + a - sum(added) / 3 for name, a, b in zip(CLASSES, added, (0.0, 0.4, 2.0), strict=True)}
+
+    task, asked = made_of(outcomes, combine="worst")
+    tuned = raise_worst(task, X, CLASSES, 6)
+    assert asked == [[0, 0, 0], [0.5, 0, 0], [0.5, 0.5, 0], [0.5, 0.25, 0], [1, 0.25, 0], [0.75, 0.25, 0]]
+    assert added_by(tuned, task) == pytest.approx([0.75, 0.25, 0])
+    assert task.metric.ledger.spent_on == {"offsets": 6}
+    assert added_by(raise_worst(task, X, CLASSES, 5), task) == pytest.approx([0.5, 0.25, 0])
+
+
+def test_a_class_is_raised_further_while_nothing_is_lost() -> None:
+    task, asked = made_of(lambda added: {"c": 0.7, "b": float(added[1] > 1.2), "a": 0.5}, combine="worst")
+    tuned = raise_worst(task, X, CLASSES, 4)
+    assert [each[1] for each in asked] == [0, 0.5, 1, 1.5]
+    assert added_by(tuned, task) == pytest.approx([0, 1.5, 0])
+
+
+def test_what_has_no_worst_class_is_refused() -> None:
+    number, _ = made_of(lambda added: 0.5)
+    assert_refused(lambda: raise_worst(number, X, CLASSES, 6), MetricError, "recall", "raise_worst")
+    groups, _ = made_of(lambda added: {"old": 0.5, "young": 0.7}, combine="worst")
+    assert_refused(lambda: raise_worst(groups, X, CLASSES, 6), MetricError, "old", "raise_worst")
+    assert groups.metric.ledger.spent == 1
 
 
 # --- Scores that are kept ----------------------------------------------------------------------------------------
