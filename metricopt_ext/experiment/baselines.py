@@ -16,6 +16,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.experiment.method import METHODS, Baseline, End, Meter, Reached, Started, end_of, now
 from metricopt_ext.experiment.method_config import FinetuneConfig
+from metricopt_ext.experiment.passes import noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent, Trace, with_budget
 from metricopt_ext.methods.evaluating import Evaluating, search_results, searched
@@ -32,7 +33,9 @@ from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Outcome
 from metricopt_ext.tasks.log import Entry, Log
+from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -64,6 +67,7 @@ def usual_baselines(config: RunConfig, settings: Callable[[], Settings] = withou
         "loss_finetune_best": at_each_budget(best_step, least=lambda dim: 2),
         **{name: searching(each) for name, each in made.items() if isinstance(each, SearchStrategy)},
         "metricopt": own,
+        "metricopt_one": told_one_number(own),
         **_with_settings(own, settings, config.guard.confidence),
     }
 
@@ -136,6 +140,34 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
             meter.forget_since(reached)  # what was reached is judged meanwhile
 
     return Baseline(run, engine.least_queries, anytime=True, constrained=True)
+
+
+def told_one_number(baseline: Baseline) -> Baseline:
+    """Return a baseline that is told the metric's value, but not what that is made of."""
+
+    def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
+        alone, bounded = noticing(task.judged_by(as_one_number(task.metric))), task.metric.subject_to
+        known = {
+            name: each._replace(outcomes={other: each.outcomes[other] for other in bounded})
+            for name, each in started.evaluated.items()
+        }
+        for reached in baseline.run(alone, replace(started, evaluated=known), budgets, seed):
+            yield replace(reached, result=None)  # reports on the guard are of our own
+
+    return replace(baseline, run=run)
+
+
+def as_one_number(metric: Metric) -> Metric:
+    """Return a metric that tells its value, and what it is subject to, each with its halves, and no other outcome."""
+    once = metric.with_settings(repeats=1)
+
+    def told(model: nn.Module) -> dict[str, Any]:
+        found = once.judge(model)
+        whole = {metric.name: Outcome(found.value, found.pairs), **found.outcomes}
+        return {name: (whole[name].value, whole[name].pairs or None) for name in (metric.name, *metric.subject_to)}
+
+    alone = Metric(told, **{**metric.settings, "also": None, "combine": None, "combined": None, "directions": None})
+    return alone.with_callbacks(*metric.callbacks)
 
 
 def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFIDENCE) -> Baseline:

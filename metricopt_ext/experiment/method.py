@@ -124,6 +124,7 @@ METHODS: dict[str, Entry] = {
         shared=True,
         factory=lambda config: GuidedTrustRegion(),
     ),
+    "metricopt_one": Entry("MetricOpt, f of one number", "#f4a582", "queries", training=True),
     "metricopt_paper": Entry("MetricOpt, Algorithm 1", "#e57fb0", "queries", training=True),
     "metricopt_learned": Entry("MetricOpt, learned", "#8e1b8e", "queries", training=True),
     "sl_u": _sibling("SL, universal surrogate", "#c9b458", SurrogateLearning("universal")),

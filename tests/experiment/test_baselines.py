@@ -11,9 +11,16 @@ from torch import Tensor
 from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.experiment.baselines import along_path, at_each_budget, metricopt, searching, usual_baselines
+from metricopt_ext.experiment.baselines import (
+    along_path,
+    at_each_budget,
+    metricopt,
+    searching,
+    told_one_number,
+    usual_baselines,
+)
 from metricopt_ext.experiment.compare import judge
-from metricopt_ext.experiment.method import Baseline, Started
+from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.evaluating import searched
@@ -81,6 +88,58 @@ def test_it_is_what_optimize_metric_does(quadratic: Callable[..., Any], accepted
         assert each.result.chosen == alone.chosen == ("search" if accepted else "near")
         assert torch.equal(each.end, alone.ends[alone.chosen])
     assert task.queries - asked == BUDGETS[-1] - 3 + 2  # the ends of the smaller budgets are elsewhere
+
+
+def worst_of_two(task: Any, **options: Any) -> Metric:
+    """Two distances, with halves, and a size beside them."""
+
+    def told(model: Any) -> Any:
+        phi = model.metricopt.phi.detach()
+        apart = (phi - task.goal).square()
+        values = {"near": float(apart[::2].sum()), "far": float(apart[1::2].sum()), "size": float(phi.square().sum())}
+        return values, tuple({name: each * share for name, each in values.items()} for share in (0.9, 1.1))
+
+    return Metric(told, maximize=False, bounds=None, name="distance", combine="worst", **options)
+
+
+def test_what_is_told_one_number_knows_nothing_of_what_it_is_made_of(quadratic: Callable[..., Any]) -> None:
+    """As from a metric that returns its value alone; its queries, passes and constraints are the same."""
+    task = quadratic()
+    metric = worst_of_two(task, subject_to={"size": "<= 9"})
+    phi = task.goal / 3
+    evaluation = task.judged_by(metric).evaluate(phi, "here")
+    told: list[Any] = []
+
+    def spy(task: Any, started: Any, budgets: Any, seed: int) -> Any:
+        told.extend((task.evaluate(phi, "there"), started.evaluated["start"], task.metric))
+        yield Reached(phi, 1, 1, 0.0)
+
+    started = Started({"start": Start(phi)}, "start", 1, {"start": evaluation})
+    (reached,) = told_one_number(Baseline(spy)).run(noticing(task.judged_by(metric)), started, [20], 0)
+    there, known, alone = told
+    for each in (there, known):
+        assert each == evaluation._replace(outcomes={"size": evaluation.outcomes["size"]})
+    assert alone.combination is None
+    assert alone.constraints == metric.constraints
+    assert alone.ledger.spent == 1
+    assert reached.result is None
+    assert torch.equal(reached.end, phi)
+
+
+@pytest.mark.slow
+def test_f_of_one_number_searches_as_if_there_were_no_outcomes(quadratic: Callable[..., Any]) -> None:
+    made, number = quadratic(), quadratic()
+    metric = worst_of_two(made)
+
+    def halved(model: Any) -> Any:
+        evaluation = metric.judge(model)
+        return evaluation.value, evaluation.pairs
+
+    found = run(usual_baselines(RunConfig())["metricopt_one"], noticing(replace(made, metric=metric)))
+    expected = run(metricopt(), noticing(replace(number, metric=Metric(halved, maximize=False, bounds=None))))
+    for each, other in zip(found, expected, strict=True):
+        assert torch.equal(each.end, other.end)
+        assert (each.queries, each.passes) == (other.queries, other.passes)
 
 
 @pytest.mark.slow
