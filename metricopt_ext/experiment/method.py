@@ -13,7 +13,7 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.passes import Passes, passes_of, queries_cost
-from metricopt_ext.experiment.rivals import BoTorch, Nevergrad, Optuna
+from metricopt_ext.experiment.rivals import BoTorch, BoTorchComposite, Nevergrad, Optuna
 from metricopt_ext.methods.result import Result
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.strategy import SearchStrategy
@@ -109,6 +109,7 @@ METHODS: dict[str, Entry] = {
     "random_search": Entry("random search", "#b7b7b7", "queries", factory=lambda config: RandomSearch()),
     "ngopt": Entry("NGOpt on the metric", "#3b8f6b", "queries", factory=lambda config: Nevergrad()),
     "noisy_ei": Entry("BoTorch, noisy EI", "#5a9a8a", "queries", factory=lambda config: BoTorch()),
+    "botorch_composite": Entry("BoTorch, composite", "#3f7a6c", "queries", factory=lambda config: BoTorchComposite()),
     "optuna_tpe": Entry("Optuna, TPE", "#b08fbf", "queries", factory=lambda config: Optuna()),
     "optuna_gp": Entry("Optuna, GP", "#8a6f9a", "queries", factory=lambda config: Optuna(name="GPSampler")),
     "best_start": Entry("best free start", "#555555", "queries"),

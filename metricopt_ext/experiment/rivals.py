@@ -4,15 +4,17 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.search.direct import AskTell, AskTellStrategy
-from metricopt_ext.search.strategy import Begun
+from metricopt_ext.search.strategy import Batches, Begun
+from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
@@ -203,18 +205,18 @@ class BoTorch(Rival):
         bounds = torch.stack([torch.zeros_like(centre), torch.ones_like(centre)])  # of the box, as [0, 1]^d
         sobol = torch.quasirandom.SobolEngine(len(centre), scramble=True, seed=seed)
         known: list[Tensor] = []
-        costs: list[float] = []
+        evaluated: list[Evaluation] = []
 
         def unit() -> Tensor:
-            x, y = torch.stack(known), torch.tensor(costs, dtype=torch.float64)
             if len(known) < self.initial:
                 return sobol.draw(self.initial - len(known), dtype=torch.float64)
-            if float(y.std()) == 0:
+            x, y = torch.stack(known), self.learned(evaluated)
+            if float(y.std(0).max()) == 0:
                 return sobol.draw(self.batch, dtype=torch.float64)  # nothing to learn from yet
-            model = SingleTaskGP(x, -y[:, None])
+            model = SingleTaskGP(x, y)
             fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
             sampler = SobolQMCNormalSampler(torch.Size([self.samples]), seed=seed)
-            improvement = qLogNoisyExpectedImprovement(model, X_baseline=x, sampler=sampler)
+            improvement = qLogNoisyExpectedImprovement(model, X_baseline=x, sampler=sampler, objective=self.objective())
             chosen: Tensor
             chosen, _ = optimize_acqf(
                 improvement, bounds, q=self.batch, num_restarts=self.restarts, raw_samples=self.raw, sequential=True
@@ -223,6 +225,53 @@ class BoTorch(Rival):
 
         def tell(points: Tensor, evaluations: Sequence[Evaluation]) -> None:
             known.extend((points - centre) / (2 * self.scale) + 0.5)
-            costs.extend(each.cost for each in evaluations)
+            evaluated.extend(evaluations)
 
         return AskTell(lambda: centre + (2 * unit() - 1) * self.scale, tell)
+
+    def learned(self, evaluations: Sequence[Evaluation]) -> Tensor:
+        """Return what the Gaussian process learns, ``n x m``, each to be raised."""
+        return torch.tensor([[-each.cost] for each in evaluations], dtype=torch.float64)
+
+    def objective(self) -> Any:
+        """Return BoTorch's objective of what is learned; None for that itself."""
+        return None
+
+
+@dataclass(frozen=True)
+class BoTorchComposite(BoTorch):
+    """The same on all outcomes of a metric, an independent process for each, whose samples are combined as they are.
+
+    That is BoTorch's own way for what Astudillo & Frazier (2019) call composite functions.
+
+    Attributes:
+        combination: How the outcomes make the metric's value; the task's, once a search begins.
+    """
+
+    combination: Combination | None = field(default=None, repr=False)
+
+    def check(self, task: FinetuneTask) -> None:
+        """Refuse a metric that is told as one number, too (see `SearchStrategy`)."""
+        super().check(task)
+        if task.metric.combination is None:
+            raise ConfigError(
+                f"metric {task.metric.name!r} is one number, and botorch_composite learns what a metric is made of;"
+                " leave it out, or give mo.Metric(..., combine='worst')"
+            )
+
+    def batches(self, task: FinetuneTask, seed: int, search: Begun) -> Batches:
+        """Ask for what the optimizer does, and tell it (see `SearchStrategy`)."""
+        return AskTellStrategy.batches(replace(self, combination=task.metric.combination), task, seed, search)
+
+    def learned(self, evaluations: Sequence[Evaluation]) -> Tensor:
+        """Return the outcomes, ``n x m`` (see `BoTorch`)."""
+        assert self.combination is not None
+        return -self.combination.costs(evaluations)
+
+    def objective(self) -> Any:
+        """Return the metric's value of outcomes (see `BoTorch`)."""
+        from botorch.acquisition.objective import GenericMCObjective
+
+        assert self.combination is not None
+        cost = self.combination.cost
+        return GenericMCObjective(lambda samples, X=None: -cost(-samples))
