@@ -18,7 +18,15 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.data.rare import Rare
 from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import ConfigError, MetricError
-from metricopt_ext.experiment.baselines import along_path, at_start, loss_path, usual_baselines, without
+from metricopt_ext.experiment.baselines import (
+    along_path,
+    at_each_budget,
+    at_start,
+    best_of_loss_finetune,
+    loss_path,
+    usual_baselines,
+    without,
+)
 from metricopt_ext.experiment.compare import Comparison, compare
 from metricopt_ext.experiment.config_sections import SettingsConfig
 from metricopt_ext.experiment.events import query_events
@@ -233,6 +241,9 @@ class Experiment(ABC, Generic[Config]):
             _, batches = subject.validation()
             return loss_path(replace(task, batches=batches), config.finetune, seed, start)
 
+        def best_on_labels(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+            return best_of_loss_finetune(task, on_labels(task, start, seed), queries)
+
         def made(name: str, task: FinetuneTask) -> Start | None:
             own = copy.copy(subject)  # on the task that counts what the method spends
             assert own is not None
@@ -246,7 +257,12 @@ class Experiment(ABC, Generic[Config]):
 
         asked = {"soup_greedy": SOUP}
         at_starts = {name: at_start(partial(made, name), asked.get(name, 0)) for name in STANDING}
-        return {**usual_baselines(config, settings), "loss_finetune_validation": along_path(on_labels), **at_starts}
+        return {
+            **usual_baselines(config, settings),
+            "loss_finetune_validation": along_path(on_labels),
+            "loss_finetune_validation_best": at_each_budget(best_on_labels, least=lambda dim: 2),
+            **at_starts,
+        }
 
     def test_error(self, before: Start, after: Start) -> float | None:
         """Return the standard error of the test metric's difference between two states, None if it is unknown."""

@@ -91,6 +91,9 @@ METHODS: dict[str, Entry] = {
     "logit_adjustment_tuned": Entry("logit adjustment, tuned", "#7f95c4", "queries"),
     "batchnorm_validation": Entry("BatchNorm on validation", "#8a6fb0", "free", "inputs", start="batchnorm"),
     "loss_finetune_validation": Entry("loss on validation labels", "#4f8f8b", "free", "labels"),
+    "loss_finetune_validation_best": Entry(
+        "loss on validation labels, best step", "#2f6f6b", "queries", "labels", training=True
+    ),
     "whole_network_labels": _start("whole network on labels", "#1f5f5b", "labels"),
     "em_prior": _start("EM prior", "#9fb6c9", "inputs"),
     "batchnorm_mixed": _start("BatchNorm, statistics mixed", "#6a4c93", "inputs"),

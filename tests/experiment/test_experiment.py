@@ -86,6 +86,18 @@ def test_a_comparison_finetunes_on_validation_labels_as_the_tool_does(tmp_path: 
     assert not torch.equal(elsewhere.end, one.end)
 
 
+def test_of_a_finetune_on_validation_labels_the_best_step_may_be_asked_for(tmp_path: Path) -> None:
+    experiment = ClassificationExperiment(tiny(), tmp_path, 3)
+    baselines, started = experiment.baselines(experiment.config, experiment), Started.at(experiment.task.origin())
+    (walked,) = baselines["loss_finetune_validation"].run(experiment.task, started, [9], 3)
+    best = list(baselines["loss_finetune_validation_best"].run(experiment.task, started, [2, 9], 3))
+    assert walked.path is not None
+    for reached, points in zip(best, (walked.path[[0, -1]], walked.path), strict=True):
+        costs = [experiment.task.evaluate(phi, "judge").cost for phi in points]
+        assert torch.equal(reached.end, points[costs.index(min(costs))])  # type: ignore[arg-type]
+        assert reached.queries == len(points)
+
+
 def test_data_that_take_long_say_how_far_they_are(tmp_path: Path) -> None:
     rows = [f"{number % 7},{number % 3}" for number in range(30)]
     (tmp_path / "own.csv").write_text("\n".join(["value,label", *rows]))
