@@ -14,7 +14,7 @@ Pairs = tuple[tuple[float, float], ...]
 
 
 class Outcome(NamedTuple):
-    """Another quantity that a metric tells of a model, in its own unit.
+    """A quantity that a metric tells of a model besides its value, or that this is made of, in its own unit.
 
     Attributes:
         value: What it is.
@@ -32,7 +32,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         value: The metric's value.
-        outcomes: Other quantities that it told of the model, by name.
+        outcomes: Quantities that it told of the model besides, and those that the value is made of, by name, in order.
         pairs: Its values on pairs of halves of its data, by several divisions; empty where it reports none. Where one
             pair is needed, the first counts.
         noise: Standard error of the value, from repeats of the evaluation; None without repeats.
@@ -64,7 +64,7 @@ class Evaluation(NamedTuple):
 
     @property
     def also(self) -> dict[str, float]:
-        """The values of the other quantities, by name."""
+        """The values of the outcomes, by name."""
         return {name: each.value for name, each in self.outcomes.items()}
 
     def check(self) -> None:

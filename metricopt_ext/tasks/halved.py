@@ -1,6 +1,7 @@
 """A metric's value that knows what it is on two halves of the data."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any, cast, overload
 
 import torch
@@ -109,10 +110,12 @@ def by_name(values: Mapping[Any, Any], halves: Any) -> dict[Any, Any]:
     if isinstance(halves, str):
         return {name: (each, halves) for name, each in values.items()}
     try:
-        pairs = [halves] if all(isinstance(each, Mapping) for each in halves) else halves
+        pairs = [(a, b) for a, b in ([halves] if all(isinstance(each, Mapping) for each in halves) else halves)]
+        if not pairs or any(half.keys() != values.keys() for half in chain(*pairs)):
+            raise ValueError("other names than of the values")
         return {name: (each, [(a[name], b[name]) for a, b in pairs]) for name, each in values.items()}
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"halves are {brief(halves)}; give two dicts, or several pairs of two, each with all of"
+            f"halves are {brief(halves)}; give two dicts, or several pairs of two, each with"
             f" {shortened(list(map(str, values)))}, nan where it is not defined"
         ) from error

@@ -583,6 +583,7 @@ def test_what_is_derived_from_a_metric_of_outcomes_is_one(combine: Any) -> None:
         ({"combine": None, "directions": {}}, ("directions", "combine=")),
         ({"directions": {"cat": True}}, ("directions", "'worst'")),
         ({"combine": smooth, "directions": {"cat": 1}}, ("directions", "1")),
+        ({"combine": smooth, "directions": []}, ("directions", "[]")),
     ],
 )
 def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -602,6 +603,9 @@ def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tupl
         ({**RECALLS, "cat": 1.5, "dog": 1.2, "cow": 1.3}, {}, ("1.2", "bounds")),
         ((RECALLS, ON_HALVES[:1]), {}, ("halves",)),
         ((RECALLS, 0.5), {}, ("halves", "0.5")),
+        ((RECALLS, (0.25, 0.5)), {}, ("halves", "0.25")),
+        ((RECALLS, ()), {}, ("halves",)),
+        ((RECALLS, ({**ON_HALVES[0], "bird": 0.5}, ON_HALVES[1])), {}, ("halves", "'bird'")),
         ((RECALLS, ({"cat": 0.5}, ON_HALVES[1])), {}, ("halves", "'dog'", "nan")),
         ({"a": (0.5, (0.4, 0.6)), "b": (0.5, ((0.4, 0.6), (0.4, 0.6)))}, {}, ("1, 2",)),
         (RECALLS, {"combined": ["cat", "bird"]}, ("'bird'",)),
