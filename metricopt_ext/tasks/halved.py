@@ -30,7 +30,7 @@ class Halved(float):
         made.halves = halves
         return made
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any, ...]:
         """Return what it is made of, by which it is sent to other processes."""
         return float(self), self.halves
 
