@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
-from metricopt_ext.methods.guard import LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.guard import CLIMBED, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, kept_share
 from metricopt_ext.methods.result import Result, SearchDetails, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
@@ -68,10 +68,11 @@ def decided(
 
     sure = min(confidence, LINE_CONFIDENCE if began.lines.keys() & candidates.keys() else START_CONFIDENCE)
     visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
+    climbed = CLIMBED[task.metric.combination is not None] * end.climbed
     decision = decide_within(
         limits,
         candidates,
-        lambda those: decide(those, visited, confidence, gain_by_f, end.climbed, began.lines),
+        lambda those: decide(those, visited, confidence, gain_by_f, climbed, began.lines),
         lambda those: decide(those, visited, sure, lines=began.lines),
     )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"

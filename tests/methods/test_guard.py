@@ -310,8 +310,8 @@ def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained(
     needed = judge(candidates["trained"], candidates["search"], visited, CONFIDENCE).needed
     assert needed is not None
     for counted, kept in ((0.0, "search"), (60 - needed - 1e-6, "search"), (60 - needed + 1e-6, "prior")):
-        assert decide(candidates, visited, CONFIDENCE, predicted, counted / CLIMBED).kept == kept
-    assert decide(candidates, visited, CONFIDENCE, predicted, 59 / CLIMBED).verdict.optimism == pytest.approx(59.0)
+        assert decide(candidates, visited, CONFIDENCE, predicted, counted).kept == kept
+    assert decide(candidates, visited, CONFIDENCE, predicted, 59).verdict.optimism == pytest.approx(59.0)
 
 
 def test_less_is_asked_of_a_start_than_of_an_end() -> None:
@@ -371,7 +371,8 @@ def searched_chance(seed: int, dim: int, queries: int) -> bool:
     end = searched(task, GuidedTrustRegion(), task.origin(), queries, seed=seed)
     candidates = {"trained": end.evaluations[0], "search": end.evaluation}
     gain = end.gain_over(task.origin())
-    return decide(candidates, end.evaluations, CONFIDENCE, lambda name: gain, end.climbed).kept == "search"
+    climbed = CLIMBED[False] * end.climbed
+    return decide(candidates, end.evaluations, CONFIDENCE, lambda name: gain, climbed).kept == "search"
 
 
 # The share of searches in smooth chance alone that is believed: more than 1 - CONFIDENCE, as not all of what they climb
