@@ -134,13 +134,14 @@ class GPValueFunction(ValueFunction):
         f = cls(phi.shape[1], *costs.shape).to(phi.device)
         f.combination = combination
         f.points, f.transform = phi.double(), transform.double().contiguous()  # as a loaded one is
-        whole = costs[:, 0] if combination is None else combination.cost(costs)
-        f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
+        whole = None if combination is None else combination.cost(costs)
         f.noise.copy_(torch.as_tensor(noise, dtype=torch.float64))
         if trend is not None:
             rest = costs - f.points @ trend.T
             f.explained = 1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum()
             costs = rest
+        whole = costs[:, 0] if whole is None else whole  # of the only outcome a cost is in units of what is modelled
+        f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
         f.outcome_mean, f.outcome_std = costs.mean(0), _spread(costs)
         if trend is not None:
             f.trend = trend / f.outcome_std[:, None]

@@ -2,6 +2,7 @@
 
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +55,30 @@ def test_the_probability_is_the_process_own() -> None:
     means = excess.cost_mean + excess.cost_std * excess.mean(new)
     for at, (mean, std) in enumerate(zip(means.tolist(), deviation.tolist(), strict=True)):
         assert float(found[at].exp()) == pytest.approx(NormalDist(mean, std).cdf(0.0), abs=1e-9)
+
+
+@pytest.mark.parametrize(("bound", "sign"), [("<= 0.5", 1), (">= -0.5", -1)])
+def test_what_is_promised_of_a_bounded_quantity_tells_where_it_holds(bound: str, sign: int) -> None:
+    """It rises along the first axis: the excess is the promise, in the limit's direction, and what is left of it."""
+    visited, new = visited_with(bound), points(5, seed=1)
+    first = visited.phi[:, 0] + 0.3 * (3 * visited.phi[:, 1]).sin()
+    visited.evaluations = [
+        each._replace(outcomes={**each.outcomes, "first": Outcome(value)})
+        for each, value in zip(visited.evaluations, first.tolist(), strict=True)
+    ]
+    visited.promised = {"first": torch.eye(DIM, dtype=torch.float64)[0]}
+    aim = aim_of(visited)
+    (excess,) = aim.excesses
+    slope, _ = np.polyfit(visited.phi[:, 0].numpy(), first.numpy(), 1)
+    rest = sign * (first - slope * visited.phi[:, 0]) - 0.5
+    process = GPValueFunction.conditioned(visited.phi, rest, excess.transform, excess.noise)
+    means = process.members(new)[:, 0] + sign * slope * new[:, 0]
+    stds = process.cost_std * (process.variance * (process.unknown(new) + process.noise))[:, 0].sqrt()
+    expected = [NormalDist(*each).cdf(0.0) for each in zip(means.tolist(), stds.tolist(), strict=True)]
+    assert aim.log_feasible(new).exp().tolist() == pytest.approx(expected, abs=1e-9)
+    far = 100 * torch.eye(DIM, dtype=torch.float64)[:1]
+    assert float(aim.log_feasible(-sign * far)) == pytest.approx(0, abs=1e-6)
+    assert float(aim.log_feasible(sign * far)) < -100
 
 
 def test_it_has_a_gradient_everywhere_also_at_a_visited_point() -> None:
