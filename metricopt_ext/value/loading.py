@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from metricopt_ext.adapters.signature import Signature
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.described import from_json
@@ -25,7 +26,7 @@ def load_value_function(path: str | Path, combine: Callable[[Tensor], Tensor] | 
 
     Raises:
         FileFormatError: The file is corrupt or holds something else.
-        ValueError: ``combine`` is needed and not given, or given and not needed.
+        ValueFunctionError: ``combine`` is needed and not given, or given and not needed.
     """
     tensors, described = read_tensors(path, FILE_FORMAT)
     with content_of(path, "value function"):
@@ -33,7 +34,8 @@ def load_value_function(path: str | Path, combine: Callable[[Tensor], Tensor] | 
         check_integer(1, **settings)
         f = module_of(path, tensors, lambda: kind(**settings))
         f.signature = Signature.from_json(described["signature"])
-        made = described["combination"]
+        if (made := described["combination"]) is None and combine is not None:
+            raise ValueFunctionError("f is of the metric itself, and combines no outcomes; leave combine out")
         f.combination = None if made is None else Combination.from_json(made, combine)
         f.quality = None if described["quality"] is None else from_json(Quality, described["quality"])
     return f.eval().requires_grad_(False)

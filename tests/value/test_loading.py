@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.refusals import assert_refused
 from helpers.tensors import rand32
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
+from metricopt_ext.tasks.combine import Combination, Combine
 from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.loading import load_value_function
 from metricopt_ext.value.value_function import NeuralValueFunction, Quality
@@ -30,6 +32,10 @@ def neural() -> NeuralValueFunction:
 
 def gp() -> GPValueFunction:
     return GPValueFunction.conditioned(rand32(8, 5), rand32(8, seed=3), torch.eye(5), 0.1)
+
+
+def logsumexp(values: Tensor) -> Tensor:
+    return values.logsumexp(-1)
 
 
 each_kind = pytest.mark.parametrize("make", [neural, gp])
@@ -52,6 +58,46 @@ def test_file_roundtrip(make: Any, quality: Quality | None, signature: Signature
     assert loaded.trusted == (quality is not None)
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def of_outcomes(combine: Combine, sign: int) -> GPValueFunction:
+    """f of three outcomes with noises, promises and a combination of their own."""
+    phi, costs = rand32(12, 5), rand32(12, 3, seed=3)
+    combination = Combination(combine, sign, ("a", "b", "c"))
+    return GPValueFunction.conditioned(phi, costs, torch.eye(5), (0.1, 0.8, 0.1), combination, rand32(3, 5).double())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("combine", ["worst", "mean", logsumexp])
+def test_how_outcomes_make_the_metric_is_kept(combine: Combine, sign: int, tmp_path: Path) -> None:
+    """All but a function, which whoever loads it gives again."""
+    path, f, phi = tmp_path / "f.safetensors", of_outcomes(combine, sign), rand32(9, 5, seed=8)
+    f.save(path)
+    given = {"combine": combine} if callable(combine) else {}
+    loaded = load_value_function(path, **given)
+    assert isinstance(loaded, GPValueFunction)
+    assert loaded.combination == f.combination
+    assert loaded.state_dict().keys() == f.state_dict().keys()
+    assert all(torch.equal(value, f.state_dict()[key]) for key, value in loaded.state_dict().items())
+    for found, expected in zip(answers(loaded, phi), answers(f, phi), strict=True):
+        assert torch.equal(found, expected)
+
+
+def answers(f: GPValueFunction, phi: Tensor) -> list[Tensor]:
+    """What f says, also of chance, and what it draws."""
+    sample = f.deviations(3, torch.Generator().manual_seed(0))(phi)
+    noise = torch.tensor([f.noise_std(each) for each in phi])
+    return [f.members(phi), f.outcomes(phi), f.std(phi), f.gradient(phi), noise, sample, f.explained]
+
+
+def test_a_function_that_combines_is_asked_for_and_one_too_many_refused(tmp_path: Path) -> None:
+    paths = {}
+    for name, f in {"function": of_outcomes(logsumexp, 1), "worst": of_outcomes("worst", 1), "one": gp()}.items():
+        f.save(paths.setdefault(name, tmp_path / f"{name}.safetensors"))
+    assert_refused(lambda: load_value_function(paths["function"]), ValueFunctionError, "combine=FUNCTION")
+    given = {"combine": logsumexp}
+    assert_refused(lambda: load_value_function(paths["worst"], **given), ValueFunctionError, "combine", "'worst'")
+    assert_refused(lambda: load_value_function(paths["one"], **given), ValueFunctionError, "combine")
 
 
 def test_another_adapter_is_refused() -> None:
