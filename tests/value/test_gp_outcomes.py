@@ -211,6 +211,17 @@ def test_a_sample_of_the_cost_is_made_of_one_of_each_outcome(combine: Combine, s
     assert np.ptp(found, axis=1).min() > 1e-3
 
 
+def test_samples_are_certain_where_an_outcome_was_observed_without_noise() -> None:
+    """To their noise, of all 3 x 20 x 50 draws; elsewhere they deviate, and each outcome by its own."""
+    f = conditioned("worst", noise=(1e-3, 3.2, 1e-3))[0]
+    drawn = f.outcome_deviations(50, torch.Generator().manual_seed(3))
+    at_points, away = drawn(f.points), drawn(f.points + 0.7)
+    noise = (f.variance * f.noise).sqrt()
+    assert (at_points.abs().amax((0, 1)) < 5 * noise).all()
+    assert (away.abs().amax((0, 1)) > 10 * noise)[[0, 2]].all()
+    assert float(torch.corrcoef(away[..., [0, 2]].flatten(0, 1).T)[0, 1].abs()) < 0.3
+
+
 @pytest.mark.outcome
 def test_samples_of_outcomes_have_their_covariances_and_are_independent() -> None:
     """Over 4 seeds of 2,000 samples: of few features the prior is itself a little off, as of one outcome."""
