@@ -11,11 +11,12 @@ from torch import Tensor
 
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.methods.ending import Began, guarded
-from metricopt_ext.methods.new_classes import STRENGTH, cross_gains, held_back, kept_share, share_of
+from metricopt_ext.methods.new_classes import REACH, STRENGTH, cross_gains, held_back, kept_share, share_of
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.combine import Combination, Combine, costs_on_pairs
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.value.gp import GPValueFunction
 
@@ -107,6 +108,85 @@ def test_the_share_follows_from_optimism_and_gain() -> None:
     for optimism, share in ((0.0, 1.0), (-0.2, 1.0), (0.1, 0.75), (0.2, 0.5), (0.4, 0.0), (0.9, 0.0)):
         assert share_of(optimism, 0.3) == pytest.approx(share, abs=1e-12)
     assert share_of(0.0, 0.0) == share_of(0.0, -0.1) == 0
+
+
+# --- Outcomes ------------------------------------------------------------------------------------------------------
+
+
+def made_of(end: SearchResult, combine: Combine, sign: int, apart: Callable[[Tensor], list[float]]) -> SearchResult:
+    """The same search by a metric that is made of three outcomes, each the metric and something apart, as costs."""
+    combination = Combination(combine, sign)
+
+    def evaluation(point: Tensor, one: Evaluation) -> Evaluation:
+        outcomes = {}
+        for name, more in zip("abc", apart(point), strict=True):
+            pairs = tuple((sign * (first + more), sign * (second + more)) for first, second in one.costs_on_pairs)
+            outcomes[name] = Outcome(sign * (one.cost + more), pairs)
+        value, pairs = combination.value_of(outcomes)
+        return Evaluation(value, outcomes=outcomes, pairs=pairs, sign=sign)
+
+    evaluations = tuple(map(evaluation, end.points, end.evaluations))
+    assert end.f is not None
+    costs = combination.costs(evaluations)
+    f = GPValueFunction.conditioned(end.points, costs, end.f.transform, end.f.noise.repeat(3), combination)
+    return replace(end, evaluation=evaluation(end.phi, end.evaluation), evaluations=evaluations, f=f)
+
+
+def cancelling(point: Tensor) -> list[float]:
+    """Terms that no mean shows."""
+    return [float(point[0]), float(point[1] - point[0]), float(-point[1])]
+
+
+def far_behind(point: Tensor) -> list[float]:
+    """Terms by which the worst is always the first."""
+    return [0.0, float(point[0]) - 50, -40.0]
+
+
+@pytest.mark.parametrize(("combine", "apart"), [("mean", cancelling), ("worst", far_behind)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_outcomes_that_make_the_same_metric_keep_the_same_share(combine: Combine, apart: Any, sign: int) -> None:
+    """A process with nearly no noise is ill-conditioned, which costs all but a few digits."""
+    end, start = searched(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    expected, found = kept_share(end, start), kept_share(made_of(end, combine, sign, apart), start)
+    assert expected is not None
+    assert found is not None
+    for name in ("share", "optimism", "gain", "crossed"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=2e-3), name
+    assert 0.1 < found.share < 0.999
+
+
+def test_of_a_worst_each_half_is_followed_to_where_its_worst_is_least() -> None:
+    """|x| is added along the first axis: each half's end is on the other one, at the least of its cost there."""
+    start, b = torch.zeros(2, dtype=torch.float64), gradients(spread=0.1)
+    tilted = made_of(searched(b), "worst", 1, lambda point: [float(point[0]), -float(point[0]), -40.0])
+    assert tilted.f is not None
+    halves = costs_on_pairs(tilted.evaluations, tilted.f.combination)
+    assert halves is not None
+    own, other = cross_gains(tilted.f, tilted.points, halves, start, tilted.phi)
+    means = torch.stack([b[list(half)].mean(0) for division in DIVISIONS for half in division])
+    steps = means[:, 1] / CURVATURE[1, 1]
+    assert float((CURVATURE[0, 1] * steps - means[:, 0]).abs().max()) < 1  # no end is off the axis
+    assert own.tolist() == pytest.approx((means[:, 1] * steps / 2).tolist(), rel=0.05)
+    swapped = means[torch.arange(len(means)) ^ 1, 1]
+    assert other.tolist() == pytest.approx(((swapped - means[:, 1] / 2) * steps).tolist(), rel=0.1)
+
+
+def test_what_is_promised_is_followed_on_each_half() -> None:
+    """Where halves go just as f's promise says: to the end of the reach along it, in the kernel's distances."""
+    points = torch.cartesian_prod(*2 * [torch.linspace(-1, 1, 5, dtype=torch.float64)])
+    slope, start = torch.tensor([[0.4, -1.0]], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    transform = torch.tensor([[0.5, 0.1], [0.0, 0.2]], dtype=torch.float64)
+    f = GPValueFunction.conditioned(
+        points, points @ slope.T + 0.1 * (3 * points[:, :1]).sin(), transform, 0.1, None, slope
+    )
+    end = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    halves = (points @ slope.T + torch.tensor([0.3, 0.1], dtype=torch.float64))[:, None, :, None].repeat(1, 3, 1, 1)
+    own, other = cross_gains(f, points, halves, start, end)
+    best = points[(points @ slope.T).argmin()]
+    reach = REACH * float(((end - start) @ transform).norm())
+    expected = float((start - best) @ slope[0]) + reach * float(torch.linalg.solve(transform, slope[0]).norm())
+    assert own.tolist() == pytest.approx([expected] * 6, rel=1e-6)
+    assert other.tolist() == pytest.approx([expected] * 6, rel=1e-6)
 
 
 # --- Whole runs ----------------------------------------------------------------------------------------------------
