@@ -36,6 +36,20 @@ class TestGuidedUnderAConstraint(StrategyTester):
     constraint = True
 
 
+class TestGuidedWithOutcomes(StrategyTester):
+    grows = True
+    outcomes = True
+    beats = "random"
+    asks_and_tells = False
+
+
+@pytest.mark.slow
+class TestGuidedWithOutcomesUnderAConstraint(StrategyTester):
+    grows = True
+    outcomes = starts = constraint = True
+    asks_and_tells = False
+
+
 @pytest.mark.slow
 class TestGuidedWithSettings(StrategyTester):
     grows = True

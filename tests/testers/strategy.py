@@ -33,6 +33,7 @@ SOME = torch.Generator().manual_seed(5)
 INPUTS = torch.randn(ROWS, 3, generator=SOME, dtype=torch.float64)
 NOISE = 0.1 * torch.randn(ROWS, 2, generator=SOME, dtype=torch.float64)
 OPTIMUM = torch.tensor([0.8, -0.7, 0.6, 1.0, -0.5, 0.9, -0.8, 0.4], dtype=torch.float64)
+GROUPS = {name: slice(10 * at, 10 * at + 10) for at, name in enumerate("abcd")}
 OF_LOSS = torch.tensor([0.7, -0.2, 0.8, 0.5, -0.5, 0.3, -0.6, 0.6], dtype=torch.float64)
 
 
@@ -41,7 +42,8 @@ class World:
 
     Rows of inputs have targets, the network's outputs at `OPTIMUM` and noise. A row's score is
     exp(-4 |output - target|^2), the metric their mean, its halves the means of the even and of the odd rows. The loss
-    has another optimum.
+    has another optimum. As outcomes the metric tells the mean of each group of rows, of which it is the worst; two of
+    them have a loss of their own.
 
     Args:
         case: Says which options there are.
@@ -55,7 +57,7 @@ class World:
         for each in [*model.parameters(), model[1].running_mean]:
             nn.init.normal_(each, std=0.5, generator=rng)
         model.register_forward_hook(lambda module, args, output: output)
-        self.model, self.judge, self.limited = model, judge, case.constraint
+        self.model, self.judge, self.limited, self.grouped = model, judge, case.constraint, case.outcomes
         self.adapter = mo.attach_film(model, dim=DIM, seed=0)
         self.shift = 0.0
         self.targets = self.outputs_at(OPTIMUM) + NOISE
@@ -69,11 +71,13 @@ class World:
             self.adapter,
             loss=self.loss,
             batches=mo.TensorBatches(INPUTS, goal, batch_size=10),
+            batches_of={name: [(INPUTS[GROUPS[name]], goal[GROUPS[name]])] for name in "bd"} if case.outcomes else None,
             metric=mo.Metric(
                 self.score,
                 maximize=True,
                 name="score",
                 subject_to={"size": "<= start + 0.02"} if case.constraint else None,
+                combine="worst" if case.outcomes else None,
                 **case.metric_options,
             ),
             settings=mo.Settings([mo.Setting("shift", 0.0, 1.0, default=0.0)], self.shifted) if case.settings else None,
@@ -132,8 +136,13 @@ class World:
         if told is None:
             assert not any(module.training for module in model.modules())
             rows = self.rows(model).detach()
-            told = float(rows.mean()), (float(rows[::2].mean()), float(rows[1::2].mean()))
-        return {"score": told, "size": float(outputs.square().mean())} if self.limited else told
+            of_groups = {name: of_rows(rows[group]) for name, group in GROUPS.items()}
+            told = of_groups if self.grouped else of_rows(rows)
+        elif self.grouped:
+            told = dict.fromkeys(GROUPS, told)
+        if not self.limited:
+            return told
+        return {**(told if self.grouped else {"score": told}), "size": float(outputs.square().mean())}
 
     def score_aside(self, model: nn.Module) -> Any:
         """Judge a model on other data."""
@@ -150,7 +159,13 @@ class World:
     def true(self) -> float:
         """Return the metric of the model as it stands, without a query."""
         with torch.no_grad():
-            return float(self.rows(self.model.eval()).mean())
+            rows = self.rows(self.model.eval())
+        return min(float(rows[group].mean()) for group in GROUPS.values()) if self.grouped else float(rows.mean())
+
+
+def of_rows(rows: Tensor) -> tuple[float, tuple[float, float]]:
+    """Return the mean of rows, and of the even and the odd ones."""
+    return float(rows.mean()), (float(rows[::2].mean()), float(rows[1::2].mean()))
 
 
 def spoil(model: nn.Module) -> None:
@@ -241,6 +256,7 @@ class StrategyTester:
         starts: Whether there are two starts to begin from, one with a buffer of its own.
         lines: Whether there is a line of starts.
         constraint: Whether the metric is subject to a constraint.
+        outcomes: Whether the metric is the worst of several outcomes, with losses that promise where two of them go.
         settings: Whether there is a setting of inference to tune.
         holdout: Whether held-out data confirm the end.
         asks_and_tells: Whether it is a search, which can be asked and told.
@@ -256,6 +272,7 @@ class StrategyTester:
     starts: ClassVar[bool] = False
     lines: ClassVar[bool] = False
     constraint: ClassVar[bool] = False
+    outcomes: ClassVar[bool] = False
     settings: ClassVar[bool] = False
     holdout: ClassVar[bool] = False
     asks_and_tells: ClassVar[bool] = True
@@ -478,6 +495,8 @@ class StrategyTester:
         """Return what a scorer elsewhere tells of a trial."""
         with trial.applied() as model:
             found = world.score(model)
+        if self.outcomes:
+            return {"value": found}
         value, halves = found["score"] if self.constraint else found
         outcomes = {"size": found["size"]} if self.constraint else {}
         return {"value": value, "halves": halves, "noise": 0.0 if self.calls > 1 else None, "outcomes": outcomes}
