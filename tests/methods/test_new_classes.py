@@ -155,6 +155,25 @@ def test_outcomes_that_make_the_same_metric_keep_the_same_share(combine: Combine
     assert 0.1 < found.share < 0.999
 
 
+def test_each_outcome_of_a_half_has_its_own_noise() -> None:
+    """Where the first is always the worst, nothing hangs on the others', which are large."""
+    end, start = searched(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    tilted = made_of(end, "worst", 1, far_behind)
+    assert end.f is not None
+    assert tilted.f is not None
+    found = []
+    for each, noise in ((end, 0.1), (tilted, (0.1, 3.2, 3.2))):
+        combination, evaluations = each.f.combination, each.evaluations  # type: ignore[union-attr]
+        costs = (
+            torch.tensor([[one.cost] for one in evaluations]) if combination is None else combination.costs(evaluations)
+        )
+        f = GPValueFunction.conditioned(each.points, costs, 6 * end.f.transform, noise, combination)
+        halves = costs_on_pairs(evaluations, combination)
+        assert halves is not None
+        found.append(torch.cat(cross_gains(f, each.points, halves, start, end.phi)))
+    assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-9)
+
+
 def test_of_a_worst_each_half_is_followed_to_where_its_worst_is_least() -> None:
     """|x| is added along the first axis: each half's end is on the other one, at the least of its cost there."""
     start, b = torch.zeros(2, dtype=torch.float64), gradients(spread=0.1)
