@@ -53,26 +53,37 @@ PRESETS = 1 / 2
 SETTINGS = "settings"
 
 
+class Point(NamedTuple):
+    """A start that the metric was asked for.
+
+    Attributes:
+        name: Its name, or its line's.
+        start: The start.
+        evaluation: The metric's.
+    """
+
+    name: str
+    start: Start
+    evaluation: Evaluation
+
+
+# Yields starts that the metric is asked for, and returns what they became: None of those that were given up.
+Asked = Generator[list[Start], Answers, list[Point | None]]
+
+
 # --- Along a line ------------------------------------------------------------------------------------------------
 
 # What lies at t is the caller's: phi = start + t v, the strength of an adjustment, or a setting of inference.
 
 
 class OnLine(NamedTuple):
-    """A start that lies on a line, and what the metric is there."""
+    """A point that lies on a line, and its t."""
 
     t: float
-    start: Start
-    evaluation: Evaluation
+    point: Point
 
 
-# What yields starts that the metric is asked for, and returns its evaluations: None of those that were given up.
-Asked = Generator[list[Start], Any, list[Evaluation | None]]
-
-
-def line_search(
-    line: StartLine, queries: int, known: list[OnLine], ask: Callable[[list[Start]], Asked]
-) -> Generator[list[Start], Any, None]:
+def line_search(line: StartLine, queries: int, known: list[OnLine], ask: Callable[[list[Start]], Asked]) -> Batches:
     """Search along a line.
 
     1. Ask for its ``first`` t, unless something is known nearby.
@@ -89,10 +100,8 @@ def line_search(
     times = first_times(line, known)[:queries]
     while len(known) < most:
         times = times or [next_time(line, known)]
-        starts = [line.at(t) for t in times]
-        found = yield from ask(starts)
-        told = zip(times, starts, found, strict=True)
-        answered = [OnLine(t, start, evaluation) for t, start, evaluation in told if evaluation is not None]
+        found = yield from ask([line.at(t) for t in times])
+        answered = [OnLine(t, point) for t, point in zip(times, found, strict=True) if point is not None]
         if not answered:
             return
         known += answered
@@ -143,12 +152,12 @@ def fit(line: StartLine, known: Sequence[OnLine]) -> GPValueFunction | None:
     Mean and amplitude are in closed form, length scale and noise are those of the highest marginal likelihood times
     prior (`GPLearner`), the noise no less than repeats of an evaluation show.
     """
-    cost = torch.tensor([each.evaluation.cost for each in known], dtype=torch.float64)
+    cost = torch.tensor([each.point.evaluation.cost for each in known], dtype=torch.float64)
     if cost.min() == cost.max():
         return None
     typical = TYPICAL * (line.high - line.low)
     learner = GPLearner(typical / math.sqrt(2), Spectrum.flat(1), exponents=(0.0,))  # all directions are this one
-    noise = noise_of([each.evaluation for each in known])
+    noise = noise_of([each.point.evaluation for each in known])
     return learner(_column(known), cost, least_noise=noise)
 
 
@@ -157,20 +166,6 @@ def _column(known: Sequence[OnLine]) -> Tensor:
 
 
 # --- Lines of starts ---------------------------------------------------------------------------------------------
-
-
-class Point(NamedTuple):
-    """A start that the metric was asked for.
-
-    Attributes:
-        name: Its name, or its line's.
-        start: The start.
-        evaluation: The metric's.
-    """
-
-    name: str
-    start: Start
-    evaluation: Evaluation
 
 
 def line_queries(queries: int, on_lines: Sequence[int], spare: int) -> list[int]:
@@ -286,21 +281,22 @@ def along_line(
     if best is not trained and known_on(line, [trained], base):
         line = line.through(best)
     places = known_on(line, [each.start for each in points], base)
-    known = [OnLine(places[each.start], each.start, each.evaluation) for each in points if each.start in places]
+    known = [OnLine(places[each.start], each) for each in points if each.start in places]
     before = len(known)
     yield from line_search(line, queries, known, partial(_asked, name, points))
     at = best_known(line, known)
-    ranks = [ranked(each.evaluation, limits) for each in known]
+    ranks = [ranked(each.point.evaluation, limits) for each in known]
     if ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
         at = ranks.index(min(ranks))
-    return (Point(name, known[at].start, known[at].evaluation), known[at].t) if at >= before else None
+    return (known[at].point, known[at].t) if at >= before else None
 
 
 def _asked(name: str, points: list[Point], starts: list[Start]) -> Asked:
     """Ask for starts, and add those that are answered to the points."""
     answers = yield starts
-    points += [Point(name, each.at, each.evaluation) for each in answers if each.evaluation is not None]
-    return [each.evaluation for each in answers]
+    found = [each.evaluation and Point(name, each.at, each.evaluation) for each in answers]
+    points += filter(None, found)
+    return found
 
 
 # --- Settings of inference ---------------------------------------------------------------------------------------
@@ -360,27 +356,30 @@ class SettingsStage:
         for name in self.settings.alone:
             setting, best = self.settings[name], self.best
             if setting.values is None:
-                if (line := self._line(setting, best.start)) is not None:
-                    known = [OnLine(_share(setting, best.start), best.start, best.evaluation)]
-                    yield from line_search(line, min(INTERVAL, self._for_lines), known, self._asked)
+                here = setting.share(float(best.start.settings[name]))
+                if (line := self._line(setting, best.start, here)) is not None:
+                    yield from line_search(line, min(INTERVAL, self._for_lines), [OnLine(here, best)], self._asked)
             elif setting.ordered:
                 numbers = sorted(setting.values, key=float)
                 yield from self._outwards([_with(best.start, setting, number) for number in numbers])
             else:
                 starts = self._new([_with(best.start, setting, value) for value in setting.values])
                 yield from self._asked(starts[: min(OUTWARDS, self._for_lines)])
-        yield from self._asked(self._presets()[: self._left])
+        yield from self._asked(self._presets()[: self.queries - self.spent])
 
-    def _line(self, setting: Setting, best: Start) -> StartLine | None:
+    def _line(self, setting: Setting, best: Start, here: float) -> StartLine | None:
         """Return the line of a setting's interval, on its scale; None where inference may take no longer.
 
         It is cut to what inference may take where both first steps take too long; else its steps stay large.
         """
-        here = _share(setting, best)
         whole = StartLine(lambda t: _with(best, setting, setting.at(t)), 0.0, 1.0, beside(0.0, 1.0, here))
-        if any(self._affords(whole.at(t)) for t in whole.first):
+
+        def affords(t: float) -> bool:
+            return self.settings.affords(whole.at(t).settings)
+
+        if any(map(affords, whole.first)):
             return whole
-        low, high = _around(here, lambda t: self._affords(whole.at(t)))
+        low, high = _around(here, affords)
         return None if low == high else StartLine(whole.at, low, high, beside(low, high, here))
 
     def _outwards(self, starts: Sequence[Start]) -> Batches:
@@ -397,10 +396,9 @@ class SettingsStage:
 
     def _presets(self) -> list[Start]:
         """Return the presets on the best so far that may be asked, each once."""
-        best, presets = self.best.start, self.settings.presets.values()
-        return self._new(
-            [replace(best, settings=self.settings.complete({**best.settings, **values})) for values in presets]
-        )
+        best = self.best.start
+        merged = [{**best.settings, **values} for values in self.settings.presets.values()]
+        return self._new([self._complete(replace(best, settings=values)) for values in merged])
 
     def _asked(self, starts: list[Start]) -> Asked:
         """Ask for those starts that are new, and return what is known of all."""
@@ -412,38 +410,28 @@ class SettingsStage:
                     self.given_up.append(start)
                 else:
                     self.points.append(Point(SETTINGS, start, each.evaluation))
-        known = [(each.start.settings, each.evaluation) for each in self.points]
-        return [next((found for values, found in known if values == each.settings), None) for each in starts]
-
-    @property
-    def _left(self) -> int:
-        return self.queries - self.spent
+        known = self.points
+        return [next((point for point in known if point.start.settings == each.settings), None) for each in starts]
 
     @property
     def _for_lines(self) -> int:
         """How many queries are left for settings alone, presets aside."""
-        return max(0, self._left - min(len(self._presets()), math.floor(PRESETS * self.queries)))
+        kept = min(len(self._presets()), math.floor(PRESETS * self.queries))
+        return max(0, self.queries - self.spent - kept)
 
     def _new(self, starts: Sequence[Start]) -> list[Start]:
         """Return those starts that were not asked for, and whose inference takes no longer than it may, each once."""
         asked = [each.settings for each in (*self.given_up, *(point.start for point in self.points))]
         found = list[Start]()
         for each in starts:
-            if each.settings not in asked and self._affords(each):
+            if each.settings not in asked and self.settings.affords(each.settings):
                 found.append(each)
                 asked.append(each.settings)
         return found
 
-    def _affords(self, start: Start) -> bool:
-        return self.settings.affords(start.settings)
-
 
 def _with(start: Start, setting: Setting, value: Value) -> Start:
     return replace(start, settings={**start.settings, setting.name: value})
-
-
-def _share(setting: Setting, start: Start) -> float:
-    return setting.share(float(start.settings[setting.name]))
 
 
 def _around(at: float, affords: Callable[[float], bool]) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from metricopt_ext.search.stages import (
     NEAR,
     Asked,
     OnLine,
+    Point,
     beside,
     best_known,
     first_times,
@@ -33,7 +34,7 @@ def line(*first: float, low: float = -2.5, high: float = 2.5) -> StartLine:
 
 
 def known(cost: Cost, *times: float, noise: float | None = None) -> list[OnLine]:
-    return [OnLine(t, line().at(t), Evaluation(cost(t), noise=noise)) for t in times]
+    return [OnLine(t, Point("line", line().at(t), Evaluation(cost(t), noise=noise))) for t in times]
 
 
 def searched(cost: Cost, queries: int) -> list[OnLine]:
@@ -42,7 +43,7 @@ def searched(cost: Cost, queries: int) -> list[OnLine]:
     def ask(starts: list[Start]) -> Asked:
         asked.extend(starts)
         yield starts
-        return [Evaluation(cost(float(each.phi))) for each in starts]
+        return [Point("line", each, Evaluation(cost(float(each.phi)))) for each in starts]
 
     found, asked = known(cost, 0.0), list[Start]()
     assert sum(map(len, line_search(line(), queries, found, ask))) == queries == len(asked)
