@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.kept_modules import KeptModules
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.gp import GPLearner, Spectrum
 
@@ -96,12 +95,7 @@ def movement(still: list[Tensor], moved: list[Tensor]) -> float:
 def _outputs(adapter: Adapter, loss_of: Callable[..., Tensor], batch: Any, phi: Tensor) -> list[Tensor]:
     """Return what the model puts out on a batch while the loss is computed, ``n x m`` tensors; if nothing, the loss."""
     found: list[Any] = []
-    before = KeptModules(adapter.model)
-    try:
-        with adapter.using(phi) as model:
-            model.register_forward_hook(lambda module, args, output: found.append(output))
-            loss = loss_of(model, batch)
-    finally:
-        before.put_back()
+    with adapter.using(phi) as model, model.register_forward_hook(lambda module, args, output: found.append(output)):
+        loss = loss_of(model, batch)
     leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double().view(-1, 1) for leaf in leaves or [loss]]
