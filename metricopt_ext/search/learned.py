@@ -100,14 +100,11 @@ class UpdateRule(nn.Module):
     def _initial(self, seed: int) -> Tensor:
         """Draw weights of variance 1 / inputs, biases 0; two units pass on the averaged gradient."""
         rng = generator(seed, "update rule")
-        first, second = (
-            torch.randn(rows, columns, generator=rng) * (rows - 1) ** -0.5 for rows, columns in _shapes(self.hidden)
-        )
+        first, second = (torch.randn(*shape, generator=rng) * (shape[0] - 1) ** -0.5 for shape in _shapes(self.hidden))
         first[-1] = second[-1] = 0
         second *= 0.1
-        average = 1  # the place of the gradient's running average among the inputs
         first[:, :2] = 0
-        first[average, 0], first[average, 1] = 1, -1
+        first[1, :2] = torch.tensor([1.0, -1.0])  # the gradient's running average is the second input
         second[:2] = torch.tensor([[0.0, -1.0], [0.0, 1.0]])
         return torch.cat([first.flatten(), second.flatten()])
 
@@ -144,7 +141,7 @@ class UpdateRule(nn.Module):
             memory: What the previous step returned; None at the first.
             weights: Other weights than the rule's own, ``... x W``.
         """
-        unknown = torch.full((*gradient.shape[:-1], 2), math.nan, dtype=phi.dtype, device=phi.device)
+        unknown = phi.new_full((*gradient.shape[:-1], 2), math.nan)
         before = Memory(gradient, unknown, unknown) if memory is None else memory
         mean = MOMENTUM * before.gradient + (1 - MOMENTUM) * gradient
         told = ((loss, self.sees_loss), (cost, self.sees_metric))
@@ -193,9 +190,9 @@ def _shapes(hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
 def _ratio(value: Tensor, to: Tensor) -> Tensor:
     """Return values in units of others' size, 0 where either is unknown."""
     known = ~(value.isnan() | to.isnan())
-    one = torch.ones_like(value)  # in place of NaN before dividing, as it would spoil the gradient behind `where`
-    ratio = value.where(known, one) / to.where(known, one).abs().clamp(min=FLOOR)
-    return ratio.where(known, torch.zeros_like(ratio))
+    # 1 in place of NaN before dividing, as it would spoil the gradient behind `where`.
+    ratio = value.where(known, 1.0) / to.where(known, 1.0).abs().clamp(min=FLOOR)
+    return ratio.where(known, 0.0)
 
 
 def _at_unit_scale(vector: Tensor) -> Tensor:
@@ -333,11 +330,10 @@ def combine(first: Tensor, second: Tensor) -> Tensor:
         second: The other's, ``P x W``.
     """
     usable = first.isfinite().all(0)
-    first = first.where(usable, torch.zeros_like(first))
+    first = first.where(usable, 0.0)
     noise, other = first.var(0), second.var(0)
     total = noise + other
-    share = (other / total).where(total > 0, torch.full_like(total, 0.5))  # of the first
-    share = share.where(usable, torch.zeros_like(share))
+    share = (other / total).where(total > 0, 0.5).where(usable, 0.0)  # of the first
     return share * first.mean(0) + (1 - share) * second.mean(0)
 
 
@@ -423,5 +419,4 @@ class LearnedOptimizer(PhiOptimizer):
         now, cost = map(phi.new_tensor, known.values())
         change, memory = self.rule.propose(phi, gradient, now, cost, memory)
         state["memory"] = tuple(memory)
-        lr: float = self.param_groups[0]["lr"]
-        return phi + lr * change
+        return phi + self.param_groups[0]["lr"] * change
