@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import softplus
 
 from metricopt_ext.utils.checks import check_at_least, check_integer
@@ -88,7 +89,7 @@ def hardest_triplets(ratio: Tensor, features: Tensor) -> Triplets:
         features: Embeddings, ``B x M x e``; no gradient flows through the choice.
     """
     positives, negatives = pair_sets(ratio)
-    distances = _length(features[:, None] - features)
+    distances = vector_norm(features[:, None] - features, dim=-1)
     positive = distances.where(positives, -torch.inf).max(1)
     negative = distances.where(negatives, torch.inf).min(1)
     return Triplets(positive.indices, negative.indices, valid=positive.values.isfinite() & negative.values.isfinite())
@@ -97,22 +98,16 @@ def hardest_triplets(ratio: Tensor, features: Tensor) -> Triplets:
 def ordinal_loss(features: Tensor, triplets: Triplets) -> Tensor:
     """Return L_oe = mean_t log(1 + exp(-(D_t,tn - D_t,tp))) over the valid anchors, a scalar (Eq. 2).
 
-    D is the distance of embeddings. A member without any valid anchor adds 0.
+    D is the distance of embeddings; where it is 0, so is its gradient. A member without any valid anchor adds 0.
 
     Args:
         features: Embeddings, ``B x M x e``.
         triplets: The anchors' positives and negatives.
     """
     indices = (index[..., None].expand_as(features) for index in triplets[:2])
-    to_positive, to_negative = (_length(features - features.gather(0, index)) for index in indices)
+    to_positive, to_negative = (vector_norm(features - features.gather(0, index), dim=-1) for index in indices)
     loss = softplus(to_positive - to_negative) * triplets.valid
     return (loss.sum(0) / triplets.valid.sum(0).clamp(min=1)).sum()
-
-
-def _length(x: Tensor) -> Tensor:
-    """Return the Euclidean length, ``...``, of ``... x e``; where it is 0, so is its gradient."""
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    return length
 
 
 @dataclass(frozen=True)
