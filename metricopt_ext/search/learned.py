@@ -383,9 +383,6 @@ class LearnedOptimizer(PhiOptimizer):
         super().__init__(params, {"lr": lr})
         self.rule = rule
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rule": self.rule}
-
     def observe(self, *, loss: float | None = None, cost: float | None = None) -> None:
         """Tell the rule what is known before the next step.
 
@@ -419,4 +416,5 @@ class LearnedOptimizer(PhiOptimizer):
         now, cost = map(phi.new_tensor, known.values())
         change, memory = self.rule.propose(phi, gradient, now, cost, memory)
         state["memory"] = tuple(memory)
-        return phi + self.param_groups[0]["lr"] * change
+        lr: float = self.param_groups[0]["lr"]
+        return phi + lr * change

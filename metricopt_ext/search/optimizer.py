@@ -2,11 +2,11 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import signature_of
 from metricopt_ext.errors import ValueFunctionError
@@ -113,6 +113,10 @@ class PhiOptimizer(torch.optim.Optimizer):
     It works wherever an optimizer does: gradients come from ``loss.backward()``, ``GradScaler`` may skip steps,
     ``step(closure)`` is allowed.
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle gets: the module that guides it, too."""
+        return super().__getstate__() | {name: each for name, each in vars(self).items() if isinstance(each, nn.Module)}
 
     def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
         """Return the next phi, ``d``.
@@ -225,9 +229,6 @@ class MetricOpt(PhiOptimizer):
             warnings.warn(f"f is {quality}: phi follows the loss alone; {remedy}", UntrustedWarning, stacklevel=2)
         self.f = f
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "f": self.f}
-
     def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
         """Return the next phi, ``d`` (see `PhiOptimizer`)."""
         group = self.param_groups[0]
@@ -237,7 +238,6 @@ class MetricOpt(PhiOptimizer):
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)
         state["step"] = step + 1
-        names = ("lr", "metric_step", "loss_weight", "steps", "trust", "even_untrusted")
-        rule = MetricOptStep(self.f, **{name: group[name] for name in names})
+        rule = MetricOptStep(self.f, **{each.name: group[each.name] for each in fields(MetricOptStep)[1:]})
         device = self.f.radius.device
         return rule(phi.to(device), state["history"].to(device), step).to(phi.device)

@@ -1,5 +1,6 @@
 """A learned update rule as a torch optimizer: the functional form, in any loop."""
 
+import copy
 import io
 import math
 import warnings
@@ -67,6 +68,19 @@ def test_state_dict_continues_bit_for_bit(after: int) -> None:
     other.load_state_dict(saved["optimizer"])
     follow(other, resumed, range(after, 7))
     assert torch.equal(phi, resumed)
+
+
+def test_a_copy_has_its_rule_and_goes_on_alike() -> None:
+    phi = nn.Parameter(rand(D))
+    optimizer = LearnedOptimizer([phi], make_rule())
+    optimizer.observe(cost=0.4)
+    follow(optimizer, phi, range(3))
+    other = copy.deepcopy(optimizer)
+    (copied,) = other.param_groups[0]["params"]
+    follow(optimizer, phi, range(3, 6))
+    follow(other, copied, range(3, 6))
+    assert copied is not phi
+    assert torch.equal(copied, phi)
 
 
 def test_what_does_not_fit_is_refused() -> None:
