@@ -325,12 +325,7 @@ class SettingsStage:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        at: Start,
-        first: Evaluation,
-        queries: int | None = None,
-        limits: Limits | None = None,
+        self, settings: Settings, at: Start, first: Evaluation, queries: int | None = None, limits: Limits | None = None
     ) -> None:
         self.settings: Settings = settings
         self.limits: Limits | None = limits
@@ -368,7 +363,9 @@ class SettingsStage:
         yield from self._asked(self._presets()[: self.queries - self.spent])
 
     def _line(self, setting: Setting, best: Start, here: float) -> StartLine | None:
-        """Return the line of a setting's interval, on its scale; None where inference may take no longer.
+        """Return the line of a setting's interval, on its scale, on which the best so far is at t = ``here``.
+
+        It is None where inference may take no longer.
 
         It is cut to what inference may take where both first steps take too long; else its steps stay large.
         """
