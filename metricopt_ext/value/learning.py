@@ -219,9 +219,8 @@ class NeuralLearner:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
         f.train()
         for _ in range(self.iterations):
-            batch = torch.stack(
-                [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen], dim=1
-            )
+            drawn = [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen]
+            batch = torch.stack(drawn, dim=1)
             loss = self.objective(f, data.phi[batch], data.cost[batch], sigma[batch], rng)
             optimizer.zero_grad()
             loss.backward()

@@ -202,8 +202,7 @@ def _shuffled(wanted: Tensor, rng: torch.Generator) -> Tensor:
 @torch.no_grad()
 def set_weights(f: NeuralValueFunction, weights: Tensor) -> None:
     """Copy flat weights into f's parameters; BatchNorm's running statistics are not among them."""
-    parameters = list(f.parameters())
-    for parameter, own in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
+    for parameter, own in zip(f.parameters(), weights.split([p.numel() for p in f.parameters()]), strict=True):
         parameter.copy_(own.view_as(parameter))
 
 
