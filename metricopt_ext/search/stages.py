@@ -7,7 +7,6 @@ So each is looked at alone, from the best values so far on, and then a few prese
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -283,20 +282,19 @@ def along_line(
     places = known_on(line, [each.start for each in points], base)
     known = [OnLine(places[each.start], each) for each in points if each.start in places]
     before = len(known)
-    yield from line_search(line, queries, known, partial(_asked, name, points))
+
+    def ask(starts: list[Start]) -> Asked:
+        answers = yield starts
+        found = [each.evaluation and Point(name, each.at, each.evaluation) for each in answers]
+        points.extend(filter(None, found))
+        return found
+
+    yield from line_search(line, queries, known, ask)
     at = best_known(line, known)
     ranks = [ranked(each.point.evaluation, limits) for each in known]
     if ranks[at][0] and not min(ranks)[0]:  # constraints hold elsewhere
         at = ranks.index(min(ranks))
     return (known[at].point, known[at].t) if at >= before else None
-
-
-def _asked(name: str, points: list[Point], starts: list[Start]) -> Asked:
-    """Ask for starts, and add those that are answered to the points."""
-    answers = yield starts
-    found = [each.evaluation and Point(name, each.at, each.evaluation) for each in answers]
-    points += filter(None, found)
-    return found
 
 
 # --- Settings of inference ---------------------------------------------------------------------------------------
