@@ -217,7 +217,6 @@ class NeuralLearner:
         seen = [(fold != member % folds).nonzero().squeeze(1) for member in range(folds * self.nets)]
         optimizer = torch.optim.AdamW(f.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.iterations)
-        f.train()
         for _ in range(self.iterations):
             drawn = [points[torch.randint(len(points), (self.batch_size,), generator=rng)] for points in seen]
             batch = torch.stack(drawn, dim=1)
