@@ -168,11 +168,10 @@ class ValueFunction(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write f, its domain, its quality and the signature of its adapter to a safetensors file."""
-        quality = None if self.quality is None else asdict(self.quality)
-        signature = None if self.signature is None else self.signature.to_json()
-        combination = None if self.combination is None else self.combination.to_json()
-        described = {"kind": self.kind, "settings": self.arguments, "quality": quality, "signature": signature}
-        described |= {"combination": combination}
+        described: dict[str, Any] = {"kind": self.kind, "settings": self.arguments}
+        described["quality"] = self.quality and asdict(self.quality)
+        described["signature"] = self.signature and self.signature.to_json()
+        described["combination"] = self.combination and self.combination.to_json()
         write_tensors(path, self.state_dict(), FILE_FORMAT, described)
 
 
