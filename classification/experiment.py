@@ -17,6 +17,8 @@ from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.classifier import classifier, steps_of, untrained
 from metricopt_ext.classification.config import ClassificationConfig, OwnLossConfig
 from metricopt_ext.classification.groups import (
+    RowBatches,
+    batches_of_outcomes,
     check_groups,
     groups_of,
     metric_halves,
@@ -51,6 +53,7 @@ from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.streamed import taken
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
+from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.baselines import at_each_budget, ending_at
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.experiment import Experiment, Subject
@@ -72,6 +75,7 @@ from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
+from metricopt_ext.utils.words import shortened
 
 PRIORS = {"prior": 1.0, "prior_twice": 2.0}  # strengths of logit adjustment that a search may begin from
 ROUNDING = 1e-9  # adjustments below it are none
@@ -158,6 +162,7 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
                 subject_to=subject_to,
             ),
             population=config.population,
+            batches_of=self._batches_of_outcomes(metric),
         )
         for name in config.trained_methods:
             self._siblings.build(name).check(self._training(task))
@@ -391,6 +396,31 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return a trained model with the threshold that is best for the task's metric, if there is one to tune."""
         evals = self._siblings.threshold_evals
         return threshold_of(model, task.metric, self.splits.validation.x, evals) if evals else None
+
+    def _batches_of_outcomes(self, metric: MetricSpec) -> dict[str, RowBatches] | None:
+        """Return the train batches of each class or group that the metric is made of; None if it is made of none."""
+        if metric.outcomes is None:
+            return None
+        config, splits, found = (
+            self.config,
+            self.splits,
+            batches_of_outcomes(metric, self.splits, self.config.batch_size),
+        )
+        if lacking := [name for name, batches in found.items() if not len(batches.rows)]:
+            self.callback.say(
+                f"train has no examples of {shortened(lacking)}, so no loss promises which way"
+                f" {'it goes' if len(lacking) == 1 else 'they go'}"
+            )
+            found = {name: batches for name, batches in found.items() if name not in lacking}
+        if isinstance(config.loss, OwnLossConfig):  # it may need several classes in a batch
+            model = untrained(config, splits, self.seed)
+            try:
+                for batches in found.values():
+                    try_loss(config, model, splits.train.take(batches.rows))
+            except ConfigError as error:
+                self.callback.say(f"the loss promises nothing of single classes or groups: {error}")
+                return None
+        return found
 
     def _batches(self, part: Split) -> TensorBatches:
         return TensorBatches(part.x, part.y, self.config.batch_size, balanced=self.config.balanced)

@@ -3,7 +3,8 @@
 By ``metric.by`` they are groups that the metric is judged in, and each must have examples enough.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,40 @@ def metric_halves(part: Split, spec: MetricSpec, seed: int) -> Halves:
     return stratified_halves(part.y, seed, strata(part, spec) if spec.columns else None)
 
 
+@dataclass(frozen=True)
+class RowBatches:
+    """Batches ``(x, y)`` of some rows of a part, in their order, each read when it is asked for.
+
+    Attributes:
+        part: The examples.
+        rows: Their places, ``n``.
+        size: Rows in a batch; the last one may have fewer.
+    """
+
+    part: Split
+    rows: Tensor
+    size: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each batch."""
+        for rows in self.rows.split(self.size):
+            yield self.part.x[rows], self.part.y[rows]
+
+
+def batches_of_outcomes(spec: MetricSpec, splits: Splits, size: int) -> dict[str, RowBatches]:
+    """Return the train batches of what a metric is made of, by name; none of what train has no examples of.
+
+    Args:
+        spec: The metric, which is made of outcomes.
+        splits: The data; what is judged is what validation has.
+        size: Rows in a batch.
+    """
+    assert spec.outcomes is not None
+    rows = spec.outcomes.rows(splits.train.y, *(splits.train.columns[name] for name in spec.columns))
+    judged, none = sizes_of(spec, splits.validation), torch.arange(0)
+    return {name: RowBatches(splits.train, rows.get(name, none), size) for name, count in judged.items() if count}
+
+
 def values_of(splits: Splits, by: str) -> npt.NDArray[Any]:
     """Return the values of the column by which a metric is judged, in order: those in validation and test.
 
@@ -104,7 +139,7 @@ def values_of(splits: Splits, by: str) -> npt.NDArray[Any]:
 
 
 def sizes_of(spec: MetricSpec, part: Split) -> dict[str, int]:
-    """Return how many examples that count each group has that a metric is judged in."""
+    """Return how many examples that count each group has, or class, by whose worst a metric judges."""
     assert spec.outcomes is not None
     return spec.outcomes.sizes(part.y, *(part.columns[name] for name in spec.columns))
 

@@ -15,16 +15,20 @@ from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext.classification.besides import besides
 from metricopt_ext.classification.config import ClassificationConfig, MetricConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
-from metricopt_ext.classification.groups import check_groups, metric_halves
-from metricopt_ext.classification.metrics import METRICS, MetricSpec
+from metricopt_ext.classification.groups import batches_of_outcomes, check_groups, metric_halves
+from metricopt_ext.classification.metrics import METRICS, MetricSpec, worst_recall
 from metricopt_ext.classification.named_metric import build_metric, try_metric
 from metricopt_ext.classification.split_metric import model_metric, value_of
 from metricopt_ext.classification.splits import load_splits
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.halves import stratified_halves
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.data.splits import Splits
+from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.experiment.cli import run_and_report
+from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import load_config
 from testers.tool import report_of
 
@@ -307,3 +311,100 @@ def test_groups_that_can_not_be_judged_are_refused(
         resume=False,
     )
     assert_refused(call, (ConfigError, DataError), *names)
+
+
+def batches_of(task: FinetuneTask, name: str) -> tuple[Tensor, Tensor]:
+    """Return all inputs and labels that an outcome's loss sees."""
+    assert task.batches_of is not None
+    x, y = zip(*task.batches_of[name], strict=True)
+    again = torch.cat([each for each, _ in task.batches_of[name]])
+    assert torch.equal(torch.cat(x), again)  # which do not change
+    assert [len(each) for each in x[:-1]] == [8] * (len(x) - 1)
+    return torch.cat(x), torch.cat(y)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "recall", "f1"])
+def test_a_group_s_loss_is_that_of_its_train_rows(tmp_path: Path, name: str) -> None:
+    """Of recall, that of its positives: no other row counts."""
+    table(tmp_path)
+    config = load_config(ClassificationConfig, None, words(tmp_path, f"metric.name={name}", "batch_size=8"))
+    experiment = ClassificationExperiment(config, tmp_path, 0)
+    train, task = experiment.splits.train, experiment.task
+    assert list(task.batches_of or ()) == VALUES
+    for place in PLACES:
+        rows = torch.from_numpy(train.columns["region"] == place) & ((train.y == 1) | (name != "recall"))
+        x, y = batches_of(task, f"region={place}")
+        assert torch.equal(x, train.x[rows])
+        assert torch.equal(y, train.y[rows])
+
+
+def test_a_class_s_loss_is_that_of_its_train_rows(tmp_path: Path) -> None:
+    more = ["metric.name=worst_recall", "metric.by=", "data.drop=[age,region]", "batch_size=8"]
+    table(tmp_path)
+    experiment = ClassificationExperiment(
+        load_config(ClassificationConfig, None, words(tmp_path, *more)), tmp_path / "run", 0
+    )
+    train, task = experiment.splits.train, experiment.task
+    assert list(task.batches_of or ()) == ["n", "y"]
+    for label, name in enumerate("ny"):
+        x, y = batches_of(task, name)
+        assert torch.equal(x, train.x[train.y == label])
+        assert (y == label).all()
+    plain = load_config(ClassificationConfig, None, words(tmp_path, "metric.by="))
+    assert ClassificationExperiment(plain, tmp_path / "plain", 0).task.batches_of is None
+
+
+class Said(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines = list[str]()
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_what_train_lacks_promises_nothing_and_is_said(tmp_path: Path) -> None:
+    for name, places in (("train", ("north", "south")), ("val", PLACES), ("test", PLACES)):
+        lines = [f"{i % 7},{places[i // 2 % len(places)]},{'ny'[i % 2]}" for i in range(60)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["size,region,bought", *lines]))
+    parts = [f"data.{name}={tmp_path / name}.csv" for name in ("train", "val", "test")]
+    settings = [each for each in words(tmp_path, *parts) if not each.startswith(("data.root", "data.drop"))]
+    said = Said()
+    experiment = ClassificationExperiment(load_config(ClassificationConfig, None, settings), tmp_path / "run", 0, said)
+    assert list(experiment.task.batches_of or ()) == VALUES[:2]
+    assert any("region=west" in line and "train" in line for line in said.lines)
+
+
+def test_a_loss_that_needs_several_classes_promises_nothing_and_is_said(tmp_path: Path) -> None:
+    """As one of pairs of a positive and a negative example does."""
+    table(tmp_path)
+    (tmp_path / "pairs_of_both.py").write_text(
+        "def pairs(logits, labels):\n    odds = logits if logits.dim() == 1 else logits[:, 1] - logits[:, 0]\n"
+        "    return (1 - odds[labels == 1][:, None] + odds[labels == 0]).relu().mean()\n"
+    )
+    own = ["loss.name=pairs_of_both:pairs", f"loss.folder={tmp_path}", "batch_size=8"]
+    said = Said()
+    config = load_config(ClassificationConfig, None, words(tmp_path, *own, "metric.name=recall"))
+    experiment = ClassificationExperiment(config, tmp_path / "run", 0, said)
+    assert experiment.task.batches_of is None
+    assert any("pairs_of_both:pairs" in line for line in said.lines)
+    config = load_config(ClassificationConfig, None, words(tmp_path, *own))  # groups have both
+    assert list(ClassificationExperiment(config, tmp_path / "groups", 0).task.batches_of or ()) == VALUES
+
+
+def test_images_on_disk_are_read_as_their_batches_are_asked_for() -> None:
+    read = list[int]()
+
+    def image(row: int) -> Tensor:
+        read.append(row)
+        return torch.full((1, 2, 2), row, dtype=torch.uint8)
+
+    images, y = StreamedImages.of(image, 20, (1, 2, 2)), torch.arange(20) % 2
+    part = Split(as_inputs(images), y)
+    found = batches_of_outcomes(worst_recall(("even", "odd")), Splits(part, part, part, ("even", "odd")), 4)
+    assert not read
+    x, labels = next(iter(found["odd"]))
+    assert sorted(read) == x[:, 0, 0, 0].tolist() == [1, 3, 5, 7]
+    assert (labels == 1).all()
+    assert [len(batch) for batch, _ in found["even"]] == [4, 4, 2]
