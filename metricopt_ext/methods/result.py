@@ -23,6 +23,7 @@ from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
+from metricopt_ext.value.gp import GPValueFunction
 from metricopt_ext.value.value_function import Quality, ValueFunction
 
 KEPT = {
@@ -99,7 +100,10 @@ class SearchDetails(Details):
                 "the metric never varied, so there is no value function: modulate more layers, or train first",
             ]
         quality = result.quality or "of unknown quality, as it predicted none of the points"
-        return [*lines, f"value function ({result.fit.f.kind}): {quality}"]
+        lines.append(f"value function ({result.fit.f.kind}): {quality}")
+        if isinstance(f := result.fit.f, GPValueFunction) and f.explained is not None:
+            lines.append(f"what the outcomes' own losses promised explains {f.explained:.0%} of how they varied")
+        return lines
 
 
 @dataclass(frozen=True)

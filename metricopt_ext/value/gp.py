@@ -78,7 +78,8 @@ class GPValueFunction(ValueFunction):
 
     Attributes:
         combination: How the outcomes make the metric; None of one that is the metric.
-        explained: Share of the outcomes' variance that their losses' promises explain, in [0, 1].
+        explained: Share of the outcomes' variance that their losses' promises explain, in [0, 1]; None without promises,
+            and of an f from a file.
     """
 
     kind = "gp"
@@ -94,7 +95,6 @@ class GPValueFunction(ValueFunction):
     outcome_std: Tensor
     cost_mean: Tensor
     cost_std: Tensor
-    explained: Tensor
 
     def __init__(self, dim: int, points: int, outcomes: int = 1) -> None:
         super().__init__(dim)
@@ -105,10 +105,11 @@ class GPValueFunction(ValueFunction):
             "points": (points, dim),
             "weights": (outcomes, points),
         }
-        shapes |= {"trend": (outcomes, dim), "cost_mean": (), "cost_std": (), "explained": ()}
+        shapes |= {"trend": (outcomes, dim), "cost_mean": (), "cost_std": ()}
         each = ("constant", "variance", "noise", "outcome_mean", "outcome_std")
         for name in (*shapes, *each):
             self.register_buffer(name, torch.zeros(shapes.get(name, (outcomes,)), dtype=torch.float64))
+        self.explained: float | None = None
 
     @classmethod
     def conditioned(
@@ -138,7 +139,7 @@ class GPValueFunction(ValueFunction):
         f.noise.copy_(torch.as_tensor(noise, dtype=torch.float64))
         if trend is not None:
             rest = costs - f.points @ trend.T
-            f.explained = 1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum()
+            f.explained = float(1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum())
             costs = rest
         whole = costs[:, 0] if whole is None else whole  # of the only outcome a cost is in units of what is modelled
         f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
