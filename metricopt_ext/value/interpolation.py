@@ -31,12 +31,12 @@ class LinearLabels:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
         """Return labels at all steps; before the first and after the last observation they are constant."""
-        labels = []
+        parts = []
         for t in trajectories:
             steps = torch.arange(len(t.phi))
             cost = torch.from_numpy(np.interp(steps.numpy(), t.observed.numpy(), t.cost.numpy()))
-            labels.append((steps, cost, torch.ones(len(steps))))
-        return Observations.labelled(trajectories, labels)
+            parts.append(Observations.along(t, steps, cost, torch.ones(len(steps))))
+        return Observations.joined(parts)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GaussianProcessLabels:
     def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
         """Return labels at all steps."""
         process = GaussianProcess(trajectories, levels=self.levels)
-        labels = []
+        parts = []
         for t, (cost, sigma) in zip(trajectories, process.posterior(trajectories), strict=True):
             if self.noisy:
                 sigma = (sigma.square() + process.noise_std**2).sqrt()
@@ -63,8 +63,8 @@ class GaussianProcessLabels:
             else:
                 sigma = sigma.clamp(min=process.std * math.sqrt(LEAST_NOISE))
             cost[t.observed] = t.cost
-            labels.append((torch.arange(len(cost)), cost, sigma))
-        return Observations.labelled(trajectories, labels)
+            parts.append(Observations.along(t, torch.arange(len(cost)), cost, sigma))
+        return Observations.joined(parts)
 
 
 class GaussianProcess:

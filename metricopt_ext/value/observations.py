@@ -42,34 +42,20 @@ class Observations:
         Raises:
             ValueFunctionError: The trajectories are of different adapters.
         """
-        items = list(trajectories)
-        return cls.labelled(items, [(t.observed, t.cost, torch.ones(len(t.cost))) for t in items])
+        return cls.joined([cls.along(t, t.observed, t.cost, torch.ones(len(t.cost))) for t in trajectories])
 
     @classmethod
-    def labelled(
-        cls, trajectories: Sequence[Trajectory], labels: Sequence[tuple[Tensor, Tensor, Tensor]]
-    ) -> "Observations":
-        """Gather points of trajectories, one trajectory after another.
-
-        Args:
-            trajectories: At least one.
-            labels: For each, which of its steps, ``m``, their labels, ``m``, and the labels' sigma, ``m``.
-
-        Raises:
-            ValueFunctionError: The trajectories are of different adapters.
-        """
-        steps, cost, sigma = zip(*labels, strict=True)
-        counts = torch.tensor([len(each) for each in steps])
-        pairs = list(zip(trajectories, steps, strict=True))
+    def along(cls, trajectory: Trajectory, steps: Tensor, cost: Tensor, sigma: Tensor) -> "Observations":
+        """Return points of one trajectory: some of its steps, their labels, and the labels' sigma, ``m`` each."""
         return cls(
-            phi=torch.cat([t.phi[own] for t, own in pairs]).float(),
-            cost=torch.cat(cost).double(),
-            sigma=torch.cat(sigma).float(),
-            trajectory=torch.arange(len(pairs)).repeat_interleave(counts),
-            round=torch.tensor([t.round for t in trajectories]).repeat_interleave(counts),
-            progress=torch.cat([own / (len(t.phi) - 1) for t, own in pairs]),
-            observed=torch.cat([torch.isin(own, t.observed) for t, own in pairs]),
-            signature=common_signature(trajectories),
+            phi=trajectory.phi[steps].float(),
+            cost=cost.double(),
+            sigma=sigma.float(),
+            trajectory=torch.zeros_like(steps),
+            round=torch.full_like(steps, trajectory.round),
+            progress=steps / (len(trajectory.phi) - 1),
+            observed=torch.isin(steps, trajectory.observed),
+            signature=trajectory.signature,
         )
 
     @classmethod
@@ -82,12 +68,18 @@ class Observations:
         Raises:
             ValueFunctionError: They are of different adapters.
         """
+        signatures = {each.signature for each in parts} - {None}
+        if len(signatures) > 1:
+            raise ValueFunctionError(
+                f"the trajectories are of {len(signatures)} different adapters, in each of which phi means something"
+                " else; learn a value function for each"
+            )
         names = [each.name for each in fields(cls) if each.name != "signature"]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         part = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(each.cost) for each in parts]))
         pairs = torch.stack([part, joined["trajectory"]])
         joined["trajectory"] = pairs.unique(dim=1, return_inverse=True)[1]
-        return cls(**joined, signature=common_signature(parts))
+        return cls(**joined, signature=next(iter(signatures), None))
 
     def where_used(self) -> Tensor:
         """Mark the observed points where f will be used, ``n``: in the second half of on-policy trajectories.
@@ -96,21 +88,6 @@ class Observations:
         """
         late, on_policy = self.observed & (self.progress >= 0.5), self.round > 0
         return late & on_policy if on_policy.any() else late
-
-
-def common_signature(trajectories: Sequence[Trajectory | Observations]) -> Signature | None:
-    """Return what phi means in some trajectories, or in points along them, as far as they say it.
-
-    Raises:
-        ValueFunctionError: It differs between them.
-    """
-    signatures = {trajectory.signature for trajectory in trajectories} - {None}
-    if len(signatures) > 1:
-        raise ValueFunctionError(
-            f"the trajectories are of {len(signatures)} different adapters, in each of which phi means something else;"
-            " learn a value function for each"
-        )
-    return next(iter(signatures), None)
 
 
 # Turns trajectories into labelled points: `Observations.of`, or an interpolation in time.
