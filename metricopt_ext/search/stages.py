@@ -223,19 +223,17 @@ def planned_lines(
         ranks: What is least of the best of the fixed starts, by name; None where they are yet to be asked, so that the
             plan is of what may be asked at most.
     """
-    plans, taken = dict[str, PlannedLine](), {"start"}
+    ends, holds, taken = dict[str, str](), dict[str, tuple[str, ...]](), {"start"}
     for name, line in lines.items():
         known = known_on(line, fixed.values(), base)
         places = {each: known[start] for each, start in fixed.items() if start in known}
         opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
-        end = next((each for each, t in places.items() if t == opposite), "")
-        plans[name] = PlannedLine(0, (), end)
+        end = ends[name] = next((each for each, t in places.items() if t == opposite), "")
         if ranks is None or not end or ranks[end] < ranks["start"]:
-            plans[name] = PlannedLine(1, tuple(each for each in places if each not in taken), end)
+            holds[name] = tuple(each for each in places if each not in taken)
             taken |= places.keys()
-    asked = [name for name, plan in plans.items() if plan.queries]
-    shares = line_queries(queries, [len(plans[name].holds) for name in asked], spare)
-    return plans | {name: plans[name]._replace(queries=share) for name, share in zip(asked, shares, strict=True)}
+    shares = dict(zip(holds, line_queries(queries, [*map(len, holds.values())], spare), strict=True))
+    return {name: PlannedLine(shares.get(name, 0), holds.get(name, ()), end) for name, end in ends.items()}
 
 
 def known_on(line: StartLine, starts: Collection[Start], base: Mapping[str, Tensor]) -> dict[Start, float]:
