@@ -6,7 +6,6 @@ Everything takes leading batch shapes, and a population may have a set of weight
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,7 +232,7 @@ def unroll(
         batch, ``n x T``.
     """
     phi, memory, points, losses = starts, None, [starts], []
-    with nullcontext() if differentiable else torch.no_grad():
+    with torch.set_grad_enabled(differentiable):
         for step in range(steps):
             with torch.enable_grad():
                 loss, gradient = task.loss_and_gradient(phi, seed, indices, step, differentiable=differentiable)
