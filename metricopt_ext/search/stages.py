@@ -361,9 +361,8 @@ class SettingsStage:
     def _line(self, setting: Setting, best: Start, here: float) -> StartLine | None:
         """Return the line of a setting's interval, on its scale, on which the best so far is at t = ``here``.
 
-        It is None where inference may take no longer.
-
-        It is cut to what inference may take where both first steps take too long; else its steps stay large.
+        It is cut to what inference may take where both first steps take too long; else its steps stay large. It is None
+        where inference may take no longer at all.
         """
         whole = StartLine(lambda t: _with(best, setting, setting.at(t)), 0.0, 1.0, beside(0.0, 1.0, here))
 
@@ -396,8 +395,7 @@ class SettingsStage:
     def _asked(self, starts: list[Start]) -> Asked:
         """Ask for those starts that are new, and return what is known of all."""
         if new := self._new(starts):
-            answers = yield new
-            for each in answers:
+            for each in (yield new):
                 start = self._complete(each.at)
                 if each.evaluation is None:
                     self.given_up.append(start)
