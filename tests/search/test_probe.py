@@ -115,6 +115,23 @@ def test_a_loss_that_calls_no_forward_is_measured_itself(quadratic: Callable[...
     assert task.queries == 0
 
 
+def test_no_hook_stays_on_the_model_though_its_loss_fails() -> None:
+    task, model = linear(1.0)
+    before, listened = len(model._forward_hooks), []
+
+    def failing(model: nn.Module, batch: Tensor) -> Tensor:
+        listened.append(len(model._forward_hooks) > before)
+        if sum(listened) == 2:
+            raise RuntimeError("out of memory")
+        loss: Tensor = model(batch)["logits"].square().mean()
+        return loss
+
+    task = replace(task, loss=failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        probe(task, task.origin(), seed=0)
+    assert len(model._forward_hooks) == before
+
+
 # --- The spectrum ------------------------------------------------------------------------------------------------
 
 
