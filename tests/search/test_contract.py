@@ -40,14 +40,12 @@ class TestGuidedWithOutcomes(StrategyTester):
     grows = True
     outcomes = True
     beats = "random"
-    asks_and_tells = False
 
 
 @pytest.mark.slow
 class TestGuidedWithOutcomesUnderAConstraint(StrategyTester):
     grows = True
     outcomes = starts = constraint = True
-    asks_and_tells = False
 
 
 @pytest.mark.slow
