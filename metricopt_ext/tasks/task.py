@@ -175,6 +175,9 @@ class FinetuneTask:
             raise TypeError(
                 f"batches_of is {brief(batches_of)}; it must map outcomes to batches, {{NAME: [batch, ...]}}"
             )
+        for name, batches in batches_of.items():
+            if not isinstance(batches, Iterable) or isinstance(batches, Iterator):  # which is at its end the next time
+                raise TypeError(f"batches_of has {brief(batches)} for {name!r}; it must be a list of batches")
         if self.loss is None:
             raise ValueError("batches_of are given without a loss, by which they would promise something; give both")
         if self.metric.combination is None and (strange := sorted(batches_of.keys() - self.metric.subject_to.keys())):

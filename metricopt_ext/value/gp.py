@@ -78,8 +78,8 @@ class GPValueFunction(ValueFunction):
 
     Attributes:
         combination: How the outcomes make the metric; None of one that is the metric.
-        explained: Share of the outcomes' variance that their losses' promises explain, in [0, 1]; None without promises,
-            and of an f from a file.
+        explained: Share of the outcomes' variance that their losses' promises explain, in [0, 1]; None without any, and
+            of an f from a file.
     """
 
     kind = "gp"
@@ -100,14 +100,9 @@ class GPValueFunction(ValueFunction):
         super().__init__(dim)
         self.arguments: dict[str, int] = {"dim": dim, "points": points, "outcomes": outcomes}
         self._roots: list[tuple[Tensor, Tensor]] = []
-        shapes: dict[str, tuple[int, ...]] = {
-            "transform": (dim, dim),
-            "points": (points, dim),
-            "weights": (outcomes, points),
-        }
-        shapes |= {"trend": (outcomes, dim), "cost_mean": (), "cost_std": ()}
-        each = ("constant", "variance", "noise", "outcome_mean", "outcome_std")
-        for name in (*shapes, *each):
+        shapes: dict[str, tuple[int, ...]] = {"transform": (dim, dim), "points": (points, dim), "cost_mean": ()}
+        shapes |= {"weights": (outcomes, points), "trend": (outcomes, dim), "cost_std": ()}
+        for name in (*shapes, "constant", "variance", "noise", "outcome_mean", "outcome_std"):
             self.register_buffer(name, torch.zeros(shapes.get(name, (outcomes,)), dtype=torch.float64))
         self.explained: float | None = None
 
@@ -135,18 +130,17 @@ class GPValueFunction(ValueFunction):
         f = cls(phi.shape[1], *costs.shape).to(phi.device)
         f.combination = combination
         f.points, f.transform = phi.double(), transform.double().contiguous()  # as a loaded one is
-        whole = None if combination is None else combination.cost(costs)
         f.noise.copy_(torch.as_tensor(noise, dtype=torch.float64))
-        if trend is not None:
-            rest = costs - f.points @ trend.T
-            f.explained = float(1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum())
-            costs = rest
-        whole = costs[:, 0] if whole is None else whole  # of the only outcome a cost is in units of what is modelled
-        f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
-        f.outcome_mean, f.outcome_std = costs.mean(0), _spread(costs)
+        rest = costs if trend is None else costs - f.points @ trend.T
+        f.outcome_mean, f.outcome_std = rest.mean(0), _spread(rest)
         if trend is not None:
             f.trend = trend / f.outcome_std[:, None]
-        targets, ones = (costs - f.outcome_mean) / f.outcome_std, torch.ones_like(f.points[:, :1])
+            f.explained = float(1 - _about_mean(rest).square().sum() / _about_mean(costs).square().sum())
+        whole = (
+            rest[:, 0] if combination is None else combination.cost(costs)
+        )  # the only outcome's units are the cost's
+        f.cost_mean, f.cost_std = whole.mean(), _spread(whole)
+        targets, ones = (rest - f.outcome_mean) / f.outcome_std, torch.ones_like(f.points[:, :1])
         for own, root in f.roots():
             solved = torch.cholesky_solve(torch.cat([ones, targets[:, own]], 1), root)
             f.constant[own] = _dots(ones.expand(-1, len(own)), solved[:, 1:]) / _dots(ones, solved[:, :1])

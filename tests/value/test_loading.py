@@ -87,7 +87,7 @@ def answers(f: GPValueFunction, phi: Tensor) -> list[Tensor]:
     """What f says, also of chance, and what it draws."""
     sample = f.deviations(3, torch.Generator().manual_seed(0))(phi)
     noise = torch.tensor([f.noise_std(each) for each in phi])
-    return [f.members(phi), f.outcomes(phi), f.std(phi), f.gradient(phi), noise, sample, f.explained]
+    return [f.members(phi), f.outcomes(phi), f.std(phi), f.gradient(phi), noise, sample]
 
 
 def test_a_function_that_combines_is_asked_for_and_one_too_many_refused(tmp_path: Path) -> None:
