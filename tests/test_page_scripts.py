@@ -257,7 +257,7 @@ def test_the_scorers_of_their_page_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     (tmp_path / "evaluate.py").write_text(evaluate)
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     names: dict[str, Any] = {}
     with torch.random.fork_rng():
         for script in scripts:

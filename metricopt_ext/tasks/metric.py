@@ -141,7 +141,7 @@ class Metric(CostScale):
         if combine is not None:
             those: Any = tuple(combined) if isinstance(combined, list) else combined
             told = {} if directions is None else directions
-            self.combination = Combination(combine, self.sign, those, tuple(subject_to or ()), told)
+            self.combination: Combination | None = Combination(combine, self.sign, those, tuple(subject_to or ()), told)
         elif combined is not None or directions is not None:
             raise ValueError("combined and directions are for a metric that is made of outcomes; give combine='worst'")
         self._made_of = {"combine": combine, "combined": combined, "directions": directions}
