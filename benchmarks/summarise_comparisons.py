@@ -38,17 +38,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparisons", type=Path, nargs="+", metavar="FOLDER", help="output folder of tools/compare.py")
     parser.add_argument("--output-dir", type=Path, help="receives summary.md")
+    parser.add_argument("--differences", action="store_true", help="list every difference at equal queries too")
     arguments = parser.parse_args()
     with errors_in_one_line():
-        summarise(arguments.comparisons, arguments.output_dir)
+        summarise(arguments.comparisons, arguments.output_dir, differences=arguments.differences)
 
 
-def summarise(folders: Sequence[Path], output: Path | None = None) -> str:
+def summarise(folders: Sequence[Path], output: Path | None = None, *, differences: bool = False) -> str:
     """Print what several comparisons show together, and their tables; write it to summary.md if there is a folder.
 
     Args:
         folders: Output folders of `tools/compare.py`, or files of their content.
         output: Receives summary.md.
+        differences: Whether every difference at equal queries is listed.
 
     Returns:
         The page, in Markdown.
@@ -61,25 +63,36 @@ def summarise(folders: Sequence[Path], output: Path | None = None) -> str:
         names = list(map(str, folders))
     contents = {name: load(folder) for name, folder in zip(names, folders, strict=True)}
     with content_of(", ".join(names), "comparisons"):
-        page = "\n".join([summary(contents), *(section(name, content) for name, content in contents.items())])
+        page = "\n".join(
+            [
+                summary(contents, differences=differences),
+                *(section(name, content) for name, content in contents.items()),
+            ]
+        )
     print(page)
     if output is not None:
         write_atomically(output / "summary.md", page.encode())
     return page
 
 
-def summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
+def summary(contents: Mapping[str, Mapping[str, Any]], *, differences: bool = False) -> str:
     """Return a page in Markdown on what several comparisons show together.
 
     Args:
         contents: What comparison.json of each task holds, by the task's name.
+        differences: See `summarise`.
     """
     ours = METHODS[OURS].title
     lines = [f"# {ours} over {counted(len(contents), 'task')}", ""]
     lines += [f"## {ours} with {FEW} queries against each baseline with {MANY}", ""]
     lines += ["Mean difference on test, positive if ours is better, and its 95% interval, paired by seed.", ""]
     lines += [*_fewer_queries(contents), "", "## At equal queries", ""]
-    lines += [*_equal_queries(contents), "", "## Above all but the searches, each 95% interval above 0", ""]
+    lines += [
+        *_equal_queries(contents, differences),
+        "",
+        "## Above all but the searches, each 95% interval above 0",
+        "",
+    ]
     lines += ["Free starts, the best of them, thresholds, offsets, and finetuning on the loss or on labels.", ""]
     lines += [*_above_all_but_searches(contents), "", "## The guard", ""]
     for title, points in guard_blocks([guard for each in contents.values() for guard in each["guards"]]):
@@ -99,12 +112,12 @@ def _fewer_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return markdown_table(["task", *(entry_of(baseline).title for baseline in baselines)], rows)
 
 
-def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _equal_queries(contents: Mapping[str, Mapping[str, Any]], differences: bool) -> list[str]:
     pairs = [(name, each) for name, content in contents.items() for each in all_pairs(content)]
-    corrected = holm([each.p for _, each in pairs])
+    corrected = list(zip(pairs, holm([each.p for _, each in pairs]), strict=True))
     rows, below = [], []
     for task in contents:
-        own = [(each, p) for (name, each), p in zip(pairs, corrected, strict=True) if name == task]
+        own = [(each, p) for (name, each), p in corrected if name == task]
         clear = [each for each, p in own if p < LEVEL]
         worse = [each for each in clear if each.interval.mean < 0]
         rows.append([task, str(len(own)), str(len(clear) - len(worse)), str(len(worse))])
@@ -116,7 +129,12 @@ def _equal_queries(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
         ]
     table = markdown_table(["task", "comparisons", "above", "below"], rows)
     said = f"Holm's correction over all {len(pairs)} comparisons, at {LEVEL:.0%}."
-    return [said, "", *table, *(["", *below] if below else [])]
+    cells = [
+        [task, entry_of(each.baseline).title, str(each.budget), shown(each.interval), f"{p:.3g}"]
+        for (task, each), p in corrected
+    ]
+    listed = ["", *markdown_table(["task", "against", "queries", "difference", "p, Holm"], cells)]
+    return [said, "", *table, *(["", *below] if below else []), *(listed if differences else [])]
 
 
 def _above_all_but_searches(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -31,6 +31,19 @@ def test_a_summary_states_gains_and_losses() -> None:
     assert "- no guarded run" in page
 
 
+def test_differences_are_listed_with_p_values_that_are_corrected_over_all_tasks() -> None:
+    better = {"60": [0.951, 0.952, 0.953], "150": [0.991, 0.992, 0.9935]}
+    contents = {"first": compared(metricopt=OURS, noisy_ei=better), "second": compared(metricopt=OURS)}
+    plain = tool.summary(contents).splitlines()
+    rows = [line for line in tool.summary(contents, differences=True).splitlines() if line not in plain]
+    rows = [line for line in rows if line.startswith(("| first |", "| second |"))]
+    assert len(rows) == 14
+    (row,) = [line for line in rows if "BoTorch" in line and "| 150 |" in line]
+    pairs = [each for content in contents.values() for each in tool.all_pairs(content)]
+    place = next(at for at, each in enumerate(pairs) if (each.baseline, each.budget) == ("noisy_ei", 150))
+    assert row.endswith(f"| {tool.holm([each.p for each in pairs])[place]:.3g} |")
+
+
 def test_the_committed_page_is_that_of_the_committed_numbers(tmp_path: Path) -> None:
     page = (RESULTS / "comparison.md").read_text()
     files = sorted((RESULTS / "comparison").glob("*.json"), key=lambda path: page.index(f"\n## {path.stem}\n"))
