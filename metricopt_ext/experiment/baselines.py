@@ -143,10 +143,11 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
 
 
 def told_one_number(baseline: Baseline) -> Baseline:
-    """Return a baseline that is told the metric's value, but not what that is made of."""
+    """Return a baseline that is told the metric's value, not what that is made of or what losses promise of it."""
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
-        alone, bounded = noticing(task.judged_by(as_one_number(task.metric))), task.metric.subject_to
+        bounded = task.metric.subject_to
+        alone = noticing(task._with(metric=as_one_number(task.metric), batches_of=None))
         known = {
             name: each._replace(outcomes={other: each.outcomes[other] for other in bounded})
             for name, each in started.evaluated.items()
