@@ -199,6 +199,36 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(device: torch.device,
     assert resumed.chosen == whole.chosen
 
 
+def test_a_search_of_several_outcomes(device: torch.device) -> None:
+    """Of each class's recall, with what its loss promises, and a limit; on files they are as on the CPU."""
+    x, y = data(device, 160, shift=0.5)
+
+    def recalls(model: nn.Module) -> Any:
+        right = model(x).argmax(1) == y
+
+        def of(rows: slice) -> dict[str, Tensor]:
+            found = {str(label): right[rows][y[rows] == label].float().mean() for label in range(CLASSES)}
+            return {**found, "accuracy": right[rows].float().mean()}
+
+        return of(slice(None)), (of(slice(0, 80)), of(slice(80, None)))
+
+    metric = mo.Metric(recalls, maximize=True, combine="worst", subject_to={"accuracy": ">= 0.1"})
+    train = data(device, 120)
+    examples = {str(label): [tuple(each[train[1] == label] for each in train)] for label in range(CLASSES)}
+    task = mo.FinetuneTask(
+        ADAPTERS["film and outputs"](network(device)),
+        loss=loss,
+        batches=mo.TensorBatches(*train, 20),
+        batches_of=examples,
+        metric=metric,
+    )
+    run = mo.optimize_metric(task, queries=24)
+    assert sum(run.queries.values()) == 24
+    assert run.after >= run.before
+    assert run.outcomes is not None
+    assert run.after == min(value for name, value in run.outcomes.values[run.chosen].items() if name != "accuracy")
+
+
 def test_ask_and_tell(device: torch.device) -> None:
     adapter = ADAPTERS["film and outputs"](network(device))
     accuracy = accuracy_of(device)

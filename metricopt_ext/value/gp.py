@@ -344,7 +344,7 @@ class GPLearner:
         if promised is not None:
             costs = costs - phi @ trend_of(promised, phi, costs).T
         varies = _vary(costs)  # of the others nothing is to be learned
-        rest, least = costs[:, varies], torch.as_tensor(least_noise, dtype=torch.float64).expand(len(varies))[varies]
+        rest, least = costs[:, varies], torch.as_tensor(least_noise).to(costs).expand(len(varies))[varies]
         ones, targets = torch.ones_like(rest[:, :1]), (rest - rest.mean(0)) / _spread(rest)
         noises = torch.tensor(NOISES, dtype=torch.float64, device=phi.device)[:, None]
         of_noise = torch.tensor([_log_normal(noise, *NOISE_PRIOR) for noise in NOISES]).to(noises)[:, None]
@@ -355,7 +355,7 @@ class GPLearner:
                 values, vectors = torch.linalg.eigh(rbf(z, z))
                 projected = vectors.T @ torch.cat([ones, targets], 1)
                 scores, amplitudes = log_likelihoods(values.clamp(min=0) + noises, projected)
-                enough = (amplitudes * noises).sqrt() * _spread(rest) >= least.to(phi.device)
+                enough = (amplitudes * noises).sqrt() * _spread(rest) >= least
                 allowed = (scores - of_noise).where(enough | ~enough.any(0), -math.inf)
                 best = allowed.max(0)
                 score = float(best.values.sum()) - math.sqrt(rest.shape[1]) * _log_normal(length, *LENGTH_PRIOR)
