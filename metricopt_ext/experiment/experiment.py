@@ -402,6 +402,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         reading=experiment.reading,
         also=_besides(experiment, result),
         made_of={} if result.outcomes is None else dict(result.outcomes.pairs(result.chosen)),
+        promised=result.promised,
         settings={} if result.settings is None else dict(result.settings.changes),
         lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
         holding=None if result.constrained is None else result.constrained.holding,

@@ -69,6 +69,7 @@ class SeedRecord:
             and of what was kept.
         made_of: The outcomes that the metric is made of, on validation, by name: of the pretrained model, and of what
             was kept, None if it was not asked; empty of a metric that is told as a number.
+        promised: Share of how these outcomes varied that their own losses promised; None without promises.
         holding: How many of the points that were asked satisfy the constraints; None without any.
         broken: By how much what was kept breaks each limit that it breaks, on validation, in the quantity's own unit.
         settings: Settings of inference that were changed, by name: before and after.
@@ -95,6 +96,7 @@ class SeedRecord:
     reading: Reading | None = None
     also: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     made_of: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    promised: float | None = None
     holding: int | None = None
     broken: dict[str, float] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)

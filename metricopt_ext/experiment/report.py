@@ -177,7 +177,9 @@ class Report:
         """Say which of the metric's outcomes was the worst in each seed; nothing of a metric without any."""
         several = len(self.records) > 1
         return [
-            (f"Seed {record.seed}: " if several else "") + worst_of(record.made_of, self.maximize, " on validation")
+            (f"Seed {record.seed}: " if several else "")
+            + worst_of(record.made_of, self.maximize, " on validation")
+            + ("" if record.promised is None else f"; their losses promised {record.promised:.0%} of how they varied")
             for record in self.records
             if record.made_of
         ]

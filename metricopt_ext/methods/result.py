@@ -101,8 +101,8 @@ class SearchDetails(Details):
             ]
         quality = result.quality or "of unknown quality, as it predicted none of the points"
         lines.append(f"value function ({result.fit.f.kind}): {quality}")
-        if isinstance(f := result.fit.f, GPValueFunction) and f.explained is not None:
-            lines.append(f"what the outcomes' own losses promised explains {f.explained:.0%} of how they varied")
+        if result.promised is not None:
+            lines.append(f"the outcomes' own losses promised {result.promised:.0%} of how they varied")
         return lines
 
 
@@ -239,6 +239,12 @@ class Result(Generic[Own]):
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
         return lines + self.details.lines(self)
+
+    @property
+    def promised(self) -> float | None:
+        """Share of how the outcomes varied that their own losses promised; None without promises."""
+        f = None if self.fit is None else self.fit.f
+        return f.explained if isinstance(f, GPValueFunction) else None
 
     @property
     def quality(self) -> Quality | None:

@@ -104,7 +104,7 @@ def test_outcomes_stand_in_the_report_and_in_a_picture(
     made = report(seeds=2, maximize=maximize)
     assert made.to_json()["outcomes"] == {}
     assert made.on_outcomes() == []
-    records = [replace(made.records[0], made_of={"b": (0.5, 0.75), "a": (0.25, 0.5)})]
+    records = [replace(made.records[0], made_of={"b": (0.5, 0.75), "a": (0.25, 0.5)}, promised=0.375)]
     records.append(replace(made.records[1], made_of={"b": (0.3, None), "c": (0.4, None)}))  # none was asked for its end
     made = replace(made, records=records)
     assert made.to_json()["outcomes"] == {
@@ -114,7 +114,8 @@ def test_outcomes_stand_in_the_report_and_in_a_picture(
     }
     first, second = made.on_outcomes()
     worst = ("4", "'a' 0.2500", "'a' 0.5000") if maximize else ("4", "'b' 0.5000", "'b' 0.7500")
-    assert all(each in first for each in worst)
+    assert all(each in first for each in (*worst, "38%"))
+    assert "%" not in second
     assert ("'b' 0.3000" if maximize else "'c' 0.4000") in second
     assert "after" not in second
     assert first in markdown(made).replace("\\", "")

@@ -28,6 +28,7 @@ def record() -> SeedRecord:
         queries={"search": 9},
         also={"recall[a]": {"validation": (0.1 + 0.2, 1 / 3), "test": (0.0, 1.0)}},
         made_of={"zebra": (0.1 + 0.2, 1 / 3), "ape": (0.5, None)},
+        promised=0.25,
         holding=7,
         settings={"size": (1.0, 1.41)},
         lines=[SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3])],

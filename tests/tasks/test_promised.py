@@ -145,7 +145,9 @@ def test_a_search_from_a_start_is_promised_what_the_losses_promise_there() -> No
     for name, slope in zip(NAMES, result.fit.f.trend, strict=True):  # of a cost, which rises with the loss
         assert float(F.cosine_similarity(slope, there[name], dim=0)) == pytest.approx(1, abs=1e-9)
         assert float(F.cosine_similarity(slope, trained[name], dim=0)) < 0.95
-    assert 0 < (result.fit.f.explained or 0.0) < 1
+    assert result.promised is not None
+    assert 0 < result.promised < 1
+    assert f"{result.promised:.0%}" in str(result)
     assert sum(result.queries.values()) == 30
 
 
