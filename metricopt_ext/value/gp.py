@@ -322,11 +322,7 @@ class GPLearner:
         return self.spectrum.root(chosen.exponent) / (chosen.length * typical)
 
     def most_likely(
-        self,
-        phi: Tensor,
-        costs: Tensor,
-        least_noise: Tensor | float = 0.0,
-        promised: Tensor | None = None,
+        self, phi: Tensor, costs: Tensor, least_noise: Tensor | float = 0.0, promised: Tensor | None = None
     ) -> Hyperparameters:
         """Return the grid's kernel of the highest marginal likelihood of all outcomes times prior, and their noises.
 
