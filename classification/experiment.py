@@ -401,11 +401,8 @@ class ClassificationExperiment(Experiment[ClassificationConfig]):
         """Return the train batches of each class or group that the metric is made of; None if it is made of none."""
         if metric.outcomes is None:
             return None
-        config, splits, found = (
-            self.config,
-            self.splits,
-            batches_of_outcomes(metric, self.splits, self.config.batch_size),
-        )
+        config, splits = self.config, self.splits
+        found = batches_of_outcomes(metric, splits, config.batch_size)
         if lacking := [name for name, batches in found.items() if not len(batches.rows)]:
             self.callback.say(
                 f"train has no examples of {shortened(lacking)}, so no loss promises which way"
