@@ -12,7 +12,7 @@ import torch
 
 from helpers.refusals import assert_warned
 from helpers.tensors import rand
-from metricopt_ext import FinetuneTask, Metric
+from metricopt_ext import Callback, FinetuneTask, Metric, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.guard import (
@@ -388,6 +388,28 @@ def test_a_search_in_chance_alone_is_seldom_accepted(dim: int, queries: int) -> 
     runs, share = 48, SEARCHED
     accepted = sum(searched_chance(seed, dim, queries) for seed in range(runs))
     assert accepted / runs < share + 3 * math.sqrt(share * (1 - share) / runs)
+
+
+@pytest.mark.slow
+@pytest.mark.outcome
+@pytest.mark.parametrize("outcomes", [5, 26])
+def test_noise_of_outcomes_alone_is_seldom_accepted(outcomes: int) -> None:
+    """Of the worst of them, whose halves are noise of their own: at most 1 of 40 searches of 20 queries elsewhere."""
+
+    def accepted(seed: int) -> bool:
+        g = torch.Generator().manual_seed(seed)
+
+        def metric(model: Any) -> Any:
+            halves = (0.5 + 0.07 * torch.randn(2, outcomes, generator=g, dtype=torch.float64)).clamp(0, 1)
+            named = [{str(number): float(each) for number, each in enumerate(half)} for half in halves]
+            return {name: (named[0][name] + named[1][name]) / 2 for name in named[0]}, named
+
+        layer = torch.nn.utils.skip_init(torch.nn.Linear, 1, 1, dtype=torch.float64)
+        worst = Metric(metric, maximize=True, combine="worst")
+        task = FinetuneTask(attach_input_bias(layer, dim=16), metric=worst)
+        return optimize_metric(task, queries=20, seed=seed, callback=Callback()).chosen != "start"
+
+    assert sum(map(accepted, range(40))) <= 6
 
 
 @pytest.mark.outcome
