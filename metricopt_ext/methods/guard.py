@@ -43,7 +43,7 @@ EXPECTED = 0.5
 # whether outcomes make the metric. Of a number less of it is lost on other data where something is true, 0.4 to 0.8 on
 # four tasks: the whole refuses more of what gains, a third more on six tasks; without any, every other search in chance
 # alone is believed. Outcomes agree on what is true, which leaves little to climb: the whole refused one of 90 ends on
-# three tasks, and half of what three quarters believed in chance.
+# three tasks, and half of the ends in chance that three quarters believes.
 CLIMBED = {False: 3 / 4, True: 1.0}
 
 # The candidates that the end is compared with: the best of the visited points, this share of them and at least so many.
