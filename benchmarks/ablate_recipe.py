@@ -28,6 +28,7 @@ from torch import Tensor
 
 from adam_policy import AdamPolicy
 from as_printed import LITERAL, OBSERVED, PARTS
+from linear_labels import LinearLabels
 from metricopt_ext.classification.config import ClassificationConfig
 from metricopt_ext.classification.experiment import ClassificationExperiment
 from metricopt_ext.experiment.cli import RUNS_CODE
@@ -55,7 +56,7 @@ from metricopt_ext.utils.machine import Machine
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.learning import NeuralLearner, Objective
 from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import ValueFunction

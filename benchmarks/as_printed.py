@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from linear_labels import LinearLabels
 from metricopt_ext.methods.recipe import Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.interpolation import GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner

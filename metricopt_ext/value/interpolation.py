@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,20 +22,6 @@ with warnings.catch_warnings():
 LENGTH_SCALE_STARTS = (0.05, 0.2, 0.8)
 
 LEAST_NOISE = 1e-4  # variance of an observation, in standardised units
-
-
-@dataclass(frozen=True)
-class LinearLabels:
-    """Labels all steps by linear interpolation in time, all equally certain: what the paper argues against."""
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Observations:
-        """Return labels at all steps; before the first and after the last observation they are constant."""
-        parts = []
-        for t in trajectories:
-            steps = torch.arange(len(t.phi))
-            cost = torch.from_numpy(np.interp(steps.numpy(), t.observed.numpy(), t.cost.numpy()))
-            parts.append(Observations.along(t, steps, cost, torch.ones(len(steps))))
-        return Observations.joined(parts)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_st
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
-from metricopt_ext.value.interpolation import LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.learning import NeuralLearner
 from metricopt_ext.value.observations import Observations
 
@@ -55,7 +55,7 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
         ("learner", "neural", ("learner", "neural", "NeuralLearner()")),
         ("learner", QuadraticLearner, ("learner", "QuadraticLearner")),
-        ("labels", LinearLabels, ("labels", "LinearLabels")),
+        ("labels", GaussianProcessLabels, ("labels", "GaussianProcessLabels")),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(name: str, value: Any, names: tuple[str, ...]) -> None:

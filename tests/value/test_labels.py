@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.interpolation import GaussianProcess, GaussianProcessLabels, LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcess, GaussianProcessLabels
 from metricopt_ext.value.observations import Observations
 
 
@@ -60,14 +60,3 @@ def test_labels_as_printed(sampled: Callable[..., list[Trajectory]], along: Call
     least = 0.01 * process.std
     torch.testing.assert_close(labels.sigma, stds.clamp(min=least).float())
     torch.testing.assert_close(labels.sigma[-41:], torch.full((41,), least))
-
-
-def test_linear_labels(along: Callable[..., Trajectory], mixed: Callable[..., list[Trajectory]]) -> None:
-    data = [*mixed(), along(10, [2, 4, 8], [0.1, 0.3, 0.1], index=9)]
-    labels = LinearLabels()(data)
-    assert_dense(labels, data)
-    assert (labels.sigma == 1).all()
-    expected = [0.1, 0.1, 0.1, 0.2, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
-    torch.testing.assert_close(
-        labels.cost[labels.trajectory == len(data) - 1], torch.tensor(expected, dtype=torch.float64)
-    )

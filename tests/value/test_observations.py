@@ -11,7 +11,7 @@ from helpers.refusals import assert_named
 from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.interpolation import LinearLabels
+from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.observations import Observations
 
 
@@ -58,7 +58,7 @@ def test_trajectories_of_different_adapters_are_not_mixed(
     items[2] = replace(items[2], signature=None)  # unknown
     assert Observations.of(items).signature == signature
     items[1] = replace(items[1], signature=replace(signature, seed=1))
-    for label in (Observations.of, LinearLabels()):
+    for label in (Observations.of, GaussianProcessLabels()):
         with pytest.raises(ValueFunctionError) as caught:
             label(items)
         assert_named(caught, "trajectories", "2")
