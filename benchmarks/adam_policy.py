@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.optimizer import adam_direction
+from metricopt_ext.methods.algorithm1 import LossOptimizer
 from metricopt_ext.tasks.trajectories import Policy
 
 
@@ -16,11 +16,10 @@ class AdamPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.memory: tuple[()] | tuple[Tensor, Tensor, int] = ()
+        self.adam = LossOptimizer("adam", 1.0)
         self.past: list[Tensor] = []
 
     def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
         """Return the next phi, ``n x d``, given its loss gradients so far, ``n x k x d``."""
-        direction, self.memory = adam_direction(history[..., -1, :], *self.memory)
-        self.past = [*self.past, direction][-history.shape[-2] :]
+        self.past = [*self.past, self.adam.step(history[..., -1, :])][-history.shape[-2] :]
         return self.policy(phi, torch.stack(self.past, -2), step)

@@ -144,7 +144,6 @@ class FinetuneNode:
         loss_weight: Weight of the loss step beside the metric step, at least 0.
         trust: Trust radius in units of f's data radius, above 0.
         history: Number of past loss gradients that guide the search, at least 1.
-        optimizer: ``sgd``, or ``adam`` for Adam's steps in place of loss gradients; with a value function alone.
         update_rule: File of a learned optimizer (`LearnedOptimizer`), which then moves phi at its own rate;
             VALUE_FUNCTION must be empty. It should see neither loss nor metric: the trainer tells it neither.
     """
@@ -157,7 +156,6 @@ class FinetuneNode:
     loss_weight: float = default_of(MetricOpt, "loss_weight")
     trust: float = default_of(MetricOpt, "trust")
     history: int = default_of(MetricOpt, "history")
-    optimizer: str = default_of(MetricOpt, "optimizer")
     update_rule: str = ""
 
     def __post_init__(self) -> None:
@@ -166,8 +164,6 @@ class FinetuneNode:
         _check_least(1, "FINETUNE.", steps=self.steps, history=self.history)
         if not self.trust > 0:
             raise ConfigError(f"METRICOPT.FINETUNE.TRUST is {self.trust}; it must be above 0")
-        if self.optimizer not in ("sgd", "adam"):
-            raise ConfigError(f"METRICOPT.FINETUNE.OPTIMIZER is {self.optimizer!r}; it must be 'sgd' or 'adam'")
         if self.update_rule and self.value_function:
             raise ConfigError(
                 f"METRICOPT.FINETUNE.UPDATE_RULE is {self.update_rule!r} and VALUE_FUNCTION {self.value_function!r}; a"

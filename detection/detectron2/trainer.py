@@ -151,7 +151,6 @@ class MetricOptTrainer(DefaultTrainer):  # type: ignore[misc]
             steps=settings.finetune.steps,
             trust=settings.finetune.trust,
             history=settings.finetune.history,
-            optimizer=settings.finetune.optimizer,
             update_rule=settings.finetune.update_rule,
             even_untrusted=settings.meta.round > 0,  # its trajectories are meant to correct f
         )

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from metricopt_ext.value.value_function import ValueFunction
 
 # How boldly f is followed by default; see `MetricOptStep`.
 METRIC_STEP, LOSS_WEIGHT, TRUST, HISTORY = 0.15, 0.3, 1.2, 3
-
-BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, torch's defaults
 
 
 @dataclass(frozen=True)
@@ -88,25 +86,6 @@ def clip_to_ball(phi: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
     return torch.where(share < 1, centre + share * offset, phi)
 
 
-def adam_direction(
-    gradient: Tensor, first: Tensor | float = 0.0, second: Tensor | float = 0.0, steps: int = 0
-) -> tuple[Tensor, tuple[Tensor, Tensor, int]]:
-    """Return what Adam descends along at rate 1, ``... x d``, and what to give it at the next step.
-
-    It is a pure function, so that Adam's steps may span and join a search (paper, Algorithm 1).
-
-    Args:
-        gradient: The loss gradient, ``... x d``.
-        first: Running average of the gradients before, ``... x d``.
-        second: Running average of their squares, ``... x d``.
-        steps: Steps before.
-    """
-    mean = BETAS[0] * first + (1 - BETAS[0]) * gradient
-    square = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
-    spread = (square / (1 - BETAS[1] ** (steps + 1))).sqrt() + EPSILON
-    return mean / (1 - BETAS[0] ** (steps + 1)) / spread, (mean, square, steps + 1)
-
-
 class PhiOptimizer(torch.optim.Optimizer):
     """A torch optimizer of phi; several tensors count as one vector, in order.
 
@@ -175,7 +154,6 @@ class MetricOpt(PhiOptimizer):
         trust: Trust radius in units of f's data radius, above 0.
         history: Number k of past loss gradients that guide the search, at least 1.
         even_untrusted: Follow f whatever its quality, as when trajectories are collected to correct it.
-        optimizer: ``"sgd"``, or ``"adam"`` for Adam's steps in place of loss gradients, in the loss step and as guides.
 
     Raises:
         ValueFunctionError: f was fitted for another dimension or another adapter.
@@ -204,7 +182,6 @@ class MetricOpt(PhiOptimizer):
         trust: float = TRUST,
         history: int = HISTORY,
         even_untrusted: bool = False,
-        optimizer: Literal["sgd", "adam"] = "sgd",
     ) -> None:
         if not isinstance(f, ValueFunction):
             raise TypeError(f"f is a {type(f).__name__}; it must be a ValueFunction, as load_value_function(FILE)")
@@ -213,11 +190,8 @@ class MetricOpt(PhiOptimizer):
         check_at_least(1, steps=steps)
         if not trust > 0:  # infinite for no trust region
             raise ValueError(f"trust is {trust}; it must be above 0")
-        if optimizer not in ("sgd", "adam"):
-            raise ValueError(f"optimizer is {optimizer!r}; it must be 'sgd' or 'adam'")
         rule = {"lr": lr, "metric_step": metric_step, "loss_weight": loss_weight, "steps": steps, "trust": trust}
-        more = {"even_untrusted": even_untrusted, "history": history, "optimizer": optimizer}
-        super().__init__(params, {**rule, **more})
+        super().__init__(params, {**rule, "even_untrusted": even_untrusted, "history": history})
         parameters = self.param_groups[0]["params"]
         if (numbers := sum(parameter.numel() for parameter in parameters)) != f.dim:
             raise ValueFunctionError(f"phi is {numbers} numbers, but f was fitted for phi of dimension {f.dim}")
@@ -232,8 +206,6 @@ class MetricOpt(PhiOptimizer):
     def next_phi(self, phi: Tensor, gradient: Tensor, state: dict[str, Any], loss: Any) -> Tensor:
         """Return the next phi, ``d`` (see `PhiOptimizer`)."""
         group = self.param_groups[0]
-        if group["optimizer"] == "adam":
-            gradient, state["adam"] = adam_direction(gradient, *state.get("adam", ()))
         past = state.get("history", gradient.new_zeros(0, len(gradient)))
         state["history"] = torch.cat([past, gradient[None]])[-group["history"] :]
         step = state.get("step", 0)

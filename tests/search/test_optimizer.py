@@ -16,7 +16,7 @@ from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.evaluating import searched
-from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning, adam_direction
+from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.trajectories import rollout
 from metricopt_ext.value.gp import GPValueFunction
@@ -287,7 +287,6 @@ def test_several_parameters_are_one_vector() -> None:
         ({"lr": -0.1}, ("lr", "-0.1")),
         ({"metric_step": float("inf")}, ("metric_step", "inf")),
         ({"steps": 0}, ("steps", "0", "1")),
-        ({"optimizer": "rmsprop"}, ("optimizer", "rmsprop", "sgd", "adam")),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -366,19 +365,3 @@ def test_metricopt_ends_where_the_search_did(quadratic: Callable[..., Any]) -> N
         start, tuned, found = (task.true_cost(phi) for phi in (task.origin(), points[0, -1], end.phi))
         shares.append((tuned - found) / (start - found))
     assert sum(shares) / len(shares) < 0.03
-
-
-# --- Adam's steps in place of loss gradients ---------------------------------------------------------------------
-
-
-def test_adams_direction_is_torchs() -> None:
-    gradients, phi = rand(9, 2, 4), [nn.Parameter(torch.zeros(4).double()) for _ in range(2)]
-    theirs = torch.optim.Adam(phi, 0.05)
-    ours, memory = torch.zeros(2, 4).double(), ()
-    for gradient in gradients:
-        for parameter, own in zip(phi, gradient, strict=True):
-            parameter.grad = own.clone()
-        theirs.step()
-        direction, memory = adam_direction(gradient, *memory)
-        ours = ours - 0.05 * direction
-        torch.testing.assert_close(ours, torch.stack([p.detach() for p in phi]), rtol=1e-12, atol=1e-14)
