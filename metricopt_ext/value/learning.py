@@ -60,38 +60,20 @@ def fisher_ratio(cost: Tensor, sigma: Tensor) -> Tensor:
     return (cost[:, None] - cost) ** 2 / (sigma[:, None] ** 2 + sigma**2)
 
 
-def pair_sets(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the members of P_t (r < 2, not t itself) and of N_t (r >= 2), ``B x B x M`` each, anchors first."""
+def triplets_of(ratio: Tensor, far: Tensor, near: Tensor) -> Triplets:
+    """Take as t_p the member of P_t (r < 2, not t itself) with the largest ``far``, as t_n that of N_t by ``near``.
+
+    Distances of embeddings, and these negated, give the hardest triplets: the farthest positive, the nearest negative.
+    Random numbers draw both uniformly.
+
+    Args:
+        ratio: Fisher's ratios, ``B x B x M``, anchors first.
+        far: A number for each pair, ``B x B x M``.
+        near: Another.
+    """
     alike = ratio < CUTOFF
     itself = torch.eye(len(ratio), dtype=torch.bool, device=ratio.device)[..., None]
-    return alike & ~itself, ~alike
-
-
-def sampled_triplets(ratio: Tensor, generator: torch.Generator) -> Triplets:
-    """Draw t_p uniformly from P_t and t_n uniformly from N_t, whatever the embedding.
-
-    Args:
-        ratio: Fisher's ratios, ``B x B x M``.
-        generator: Source of the draws.
-    """
-    positives, negatives = pair_sets(ratio)
-    draw = 1 - torch.rand(positives.shape, generator=generator).to(positives.device)  # in (0, 1]
-    positive, negative = (draw * positives).max(1), (draw * negatives).max(1)
-    return Triplets(positive.indices, negative.indices, valid=(positive.values > 0) & (negative.values > 0))
-
-
-@torch.no_grad()
-def hardest_triplets(ratio: Tensor, features: Tensor) -> Triplets:
-    """Take the farthest embedding of P_t as t_p and the nearest of N_t as t_n: hard mining.
-
-    Args:
-        ratio: Fisher's ratios, ``B x B x M``.
-        features: Embeddings, ``B x M x e``; no gradient flows through the choice.
-    """
-    positives, negatives = pair_sets(ratio)
-    distances = vector_norm(features[:, None] - features, dim=-1)
-    positive = distances.where(positives, -torch.inf).max(1)
-    negative = distances.where(negatives, torch.inf).min(1)
+    positive, negative = far.where(alike & ~itself, -torch.inf).max(1), near.where(~alike, -torch.inf).max(1)
     return Triplets(positive.indices, negative.indices, valid=positive.values.isfinite() & negative.values.isfinite())
 
 
@@ -150,8 +132,13 @@ class Objective:
         loss = self.gamma * regression_loss(f.predict(features), cost, sigma) / f.cost_std
         if self.beta:
             ratio = fisher_ratio(cost, sigma)
-            triplets = hardest_triplets(ratio, features) if self.hardest else sampled_triplets(ratio, generator)
-            loss = loss + self.beta * ordinal_loss(features, triplets)
+            if self.hardest:
+                embedded = features.detach()
+                far = vector_norm(embedded[:, None] - embedded, dim=-1)
+                near = -far
+            else:
+                far = near = -torch.rand(ratio.shape, generator=generator).to(ratio)
+            loss = loss + self.beta * ordinal_loss(features, triplets_of(ratio, far, near))
         return loss
 
 

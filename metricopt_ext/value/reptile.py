@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
 from metricopt_ext.utils.checks import check_integer
@@ -108,9 +108,9 @@ class ReptileLearner:
         for eta, drawn in self._schedule(seen[tasks[:, 0]].T, rng):
             w_tilde = self._inner_loop(f, data, points_of(tasks[drawn], self.points, rng), rng)
             w = torch.lerp(w, w_tilde, eta)
-            set_weights(f, w)
+            vector_to_parameters(w.clone(), f.parameters())  # which the inner loop changes in place
         if self.adapted:
-            set_weights(f, w_tilde)
+            vector_to_parameters(w_tilde, f.parameters())
         set_statistics(f, data.phi, seen)
         return f
 
@@ -130,7 +130,7 @@ class ReptileLearner:
         Returns:
             The adapted weights w~, flat.
         """
-        set_weights(f, w)
+        vector_to_parameters(w.clone(), f.parameters())
         if self.standardise:
             f.standardise(data.cost)
         tasks = tasks_of(data.trajectory)
@@ -197,13 +197,6 @@ def points_of(tasks: Tensor, points: int | None, rng: torch.Generator) -> Tensor
 def _shuffled(wanted: Tensor, rng: torch.Generator) -> Tensor:
     """Return the places of what is wanted, ``... x n``, in random order; the others come last."""
     return torch.rand(wanted.shape, generator=rng).masked_fill(~wanted, 2.0).argsort(-1)
-
-
-@torch.no_grad()
-def set_weights(f: NeuralValueFunction, weights: Tensor) -> None:
-    """Copy flat weights into f's parameters; BatchNorm's running statistics are not among them."""
-    for parameter, own in zip(f.parameters(), weights.split([p.numel() for p in f.parameters()]), strict=True):
-        parameter.copy_(own.view_as(parameter))
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from metricopt_ext.value.learning import Objective, regression_loss
 from metricopt_ext.value.observations import Observations
-from metricopt_ext.value.reptile import SGD, ReptileLearner, set_weights
+from metricopt_ext.value.reptile import SGD, ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 DIM, POINTS = 3, 6
@@ -41,7 +41,7 @@ def untrained() -> tuple[NeuralValueFunction, Tensor]:
 def test_one_task_by_sgd_as_printed() -> None:
     f, w = untrained()
     naive = deepcopy(f)
-    set_weights(naive, w)
+    vector_to_parameters(w.clone(), naive.parameters())
     naive.train().requires_grad_(True)
     new = task(1)
     loss = 10 * regression_loss(naive(new.phi)[:, None], new.cost[:, None], new.sigma[:, None])

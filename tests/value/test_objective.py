@@ -12,23 +12,30 @@ from metricopt_ext.value.learning import (
     Objective,
     Triplets,
     fisher_ratio,
-    hardest_triplets,
     ordinal_loss,
-    pair_sets,
     regression_loss,
-    sampled_triplets,
+    triplets_of,
 )
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 B, M, E = 9, 3, 4
-MINERS = [
-    lambda ratio, features, rng: sampled_triplets(ratio, rng),
-    lambda ratio, features, rng: hardest_triplets(ratio, features),
-]
 
 
 def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def sampled_triplets(ratio: Tensor, features: Tensor, rng: torch.Generator) -> Triplets:
+    drawn = -torch.rand(ratio.shape, generator=rng).double()
+    return triplets_of(ratio, drawn, drawn)
+
+
+def hardest_triplets(ratio: Tensor, features: Tensor, rng: torch.Generator) -> Triplets:
+    far = (features[:, None] - features).norm(dim=-1).detach()
+    return triplets_of(ratio, far, -far)
+
+
+MINERS = [sampled_triplets, hardest_triplets]
 
 
 def labels(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -80,24 +87,18 @@ def test_regression_loss() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fisher_ratio_and_sets(seed: int) -> None:
+def test_fisher_ratio(seed: int) -> None:
     cost, sigma = labels(seed)
     ratio = fisher_ratio(cost, sigma)
-    positives, negatives = pair_sets(ratio)
     for t, u, m in np.ndindex(B, B, M):
         assert float(ratio[t, u, m]) == pytest.approx(naive_ratio(cost, sigma, t, u, m), rel=1e-12)
-    for t, m in np.ndindex(B, M):
-        expected = naive_sets(cost, sigma, t, m)
-        assert (set(positives[t, :, m].nonzero()[:, 0].tolist()), set(negatives[t, :, m].nonzero()[:, 0].tolist())) == (
-            expected
-        )
 
 
 def test_a_ratio_of_exactly_two_is_negative() -> None:
-    cost = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
-    positives, negatives = pair_sets(fisher_ratio(cost, torch.ones_like(cost)))
-    assert positives.sum() == 0
-    assert negatives[:, :, 0].tolist() == [[False, True], [True, False]]
+    cost = torch.tensor([[0.0], [2.0], [-0.1]], dtype=torch.float64)
+    positive, negative, valid = sampled_triplets(fisher_ratio(cost, torch.ones_like(cost)), cost, rng())
+    assert valid.flatten().tolist() == [True, False, True]  # 2.0 has no positive
+    assert (int(positive[0]), int(negative[0])) == (2, 1)
 
 
 @pytest.mark.parametrize("miner", MINERS)
@@ -121,7 +122,7 @@ def test_hardest_triplets(seed: int) -> None:
     cost, sigma = labels(seed)
     cost[:, 1:] = labels(seed + 9)[0][:, :1]
     features = embeddings()
-    triplets = hardest_triplets(fisher_ratio(cost, sigma), features)
+    triplets = hardest_triplets(fisher_ratio(cost, sigma), features, rng())
     checked = 0
     for t, m in np.ndindex(B, M):
         positives, negatives = naive_sets(cost, sigma, t, m)
@@ -140,7 +141,7 @@ def test_sampled_triplets_are_uniform_and_independent() -> None:
     ratio, draws, generator = fisher_ratio(cost, sigma), 1500, rng(8)
     counts = np.zeros((M, B, B, B))
     for _ in range(draws):
-        positive, negative, _ = sampled_triplets(ratio, generator)
+        positive, negative, _ = sampled_triplets(ratio, ratio, generator)
         for m in range(M):
             counts[m, np.arange(B), positive[:, m], negative[:, m]] += 1
     several = 0
@@ -214,13 +215,15 @@ def neural(cost_std: float = 0.2) -> NeuralValueFunction:
     return f.eval()
 
 
+@pytest.mark.parametrize("hardest", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_objective_is_the_weighted_sum(beta: float) -> None:
+def test_objective_is_the_weighted_sum(beta: float, hardest: bool) -> None:
     f, (cost, sigma) = neural(), labels()
     phi = torch.randn(B, M, 5, generator=rng(4), dtype=torch.float64)
     features = f.features(phi)
     expected = 4 * regression_loss(f.predict(features), cost, sigma) / 0.2
-    triplets = sampled_triplets(fisher_ratio(cost, sigma), rng(6))
+    miner = hardest_triplets if hardest else sampled_triplets
+    triplets = miner(fisher_ratio(cost, sigma), features, rng(6))
     expected = expected + beta * ordinal_loss(features, triplets)
-    loss = Objective(gamma=4, beta=beta)(f, phi, cost, sigma, rng(6))
+    loss = Objective(gamma=4, beta=beta, hardest=hardest)(f, phi, cost, sigma, rng(6))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
