@@ -27,7 +27,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
-from metricopt_ext.value.fitting import measure_ahead
+from metricopt_ext.value.fitting import measure
 from metricopt_ext.value.value_function import Quality
 
 # From how many points each proposal's own posterior sample is descended.
@@ -250,15 +250,16 @@ class GuidedSearch(Begun):
         return self.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
     def _predicted(self) -> tuple[Tensor, Tensor]:
-        """Return what is `ahead` of the points that are visited by now, ``m x 3``, and their costs, ``m``."""
+        """Return what is `ahead` of the points that are visited by now, ``3 x m``, and their costs, ``m``."""
         at = [each for each in self.ahead if each < len(self.points)]
-        predicted = torch.tensor([self.ahead[each] for each in at], dtype=torch.float64).view(-1, 3)
-        return predicted, self.cost[at].cpu()
+        return torch.tensor([self.ahead[each] for each in at], dtype=torch.float64).view(-1, 3).T, self.cost[at].cpu()
 
     def quality(self) -> Quality | None:
         """Return how well was predicted what was queried since; None if nothing was."""
-        predicted, true = self._predicted()
-        return measure_ahead(predicted, true, self.started[1].cost) if len(true) else None
+        (f, constant, incumbent), true = self._predicted()
+        if not len(true):
+            return None
+        return measure(f, true, torch.arange(len(true)), (constant, incumbent, self.started[1].cost))
 
     def end(self, answers: Answers = Answers()) -> SearchResult:  # noqa: B008 (a tuple)
         """Return the mean of the best points by f if it was asked for and is as good as the best of them, or that."""
@@ -271,7 +272,7 @@ class GuidedSearch(Begun):
             torch.stack(now.points),
             len(now.points) + len(own),
             learns=True,
-            predicted=torch.stack([predicted[:, 0], true], 1),
+            predicted=torch.stack([predicted[0], true], 1),
             widened=self.widened,
         )
         if not now.varies():

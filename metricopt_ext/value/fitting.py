@@ -1,7 +1,7 @@
 """Fits value functions to observed trajectories and measures them on trajectories that they have not seen."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -84,31 +84,19 @@ def assign_folds(trajectory: Tensor, folds: int, seed: int) -> Tensor:
     return (order % folds)[trajectory]
 
 
-def measure(predicted: Tensor, true: Tensor, trajectory: Tensor) -> Quality:
-    """Compare held-out predictions with the truth.
+def measure(
+    predicted: Tensor, true: Tensor, trajectory: Tensor, ahead: tuple[Tensor, Tensor, float] | None = None
+) -> Quality:
+    """Compare held-out predictions, or what was predicted before each query of a search, with the truth.
 
     Args:
         predicted: Predicted costs, ``m``.
         true: Observed costs, ``m``.
-        trajectory: The trajectory of each point, ``m``.
+        trajectory: The trajectory of each point, ``m``; in a search each point is one of its own.
+        ahead: Of a search, what the median of the costs and the best of them were before each query, ``m`` each, and
+            the cost of its start, where f is followed from; None for the median of these points, as a start too.
     """
-    return _measured(predicted, true, true.median(), float(true.median()), len(trajectory.unique()))
-
-
-def measure_ahead(predicted: Tensor, true: Tensor, start: float) -> Quality:
-    """Compare what was predicted before each query of a search with what it found.
-
-    Args:
-        predicted: Predictions by f, by the median of the costs so far and by the best of them, ``m x 3``.
-        true: The costs that were found, ``m``.
-        start: The cost of the search's start, where f is followed from.
-    """
-    f, constant, incumbent = predicted.unbind(1)
-    quality = _measured(f, true, constant, start, len(true))  # each is the minimum of a sample of its own
-    return replace(quality, incumbent_mae=float((incumbent - true).abs().mean()))
-
-
-def _measured(predicted: Tensor, true: Tensor, constant: Tensor, start: float, trajectories: int) -> Quality:
+    constant, incumbent, start = ahead or (true.median(), None, float(true.median()))
     error = (predicted - true).abs().nan_to_num(nan=math.inf)
     best = predicted.argsort(stable=True)[: math.ceil(len(predicted) / 4)]
     return Quality(
@@ -116,9 +104,10 @@ def _measured(predicted: Tensor, true: Tensor, constant: Tensor, start: float, t
         mae=float(error.mean()),
         constant_mae=float((constant - true).abs().mean()),
         points=len(true),
-        trajectories=trajectories,
+        trajectories=len(trajectory.unique()),
         near_mae=float(error[best].mean()),
         headroom=start - float(true[best].mean()),
+        incumbent_mae=None if incumbent is None else float((incumbent - true).abs().mean()),
     )
 
 

@@ -18,7 +18,7 @@ from helpers.tensors import rand32
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.value.fitting import fit_value_function, measure, measure_ahead
+from metricopt_ext.value.fitting import fit_value_function, measure
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import ValueFunction
 
@@ -48,8 +48,8 @@ def test_what_was_predicted_ahead_is_measured_against_what_was_found() -> None:
     """Of eight queries the best quarter by f are the second and the last."""
     f = [5.0, 1.0, 6.0, 7.0, 8.0, 4.0, 3.0, 2.0]
     true = [5.5, 1.5, 6.0, 6.0, 9.0, 4.0, 2.0, 3.0]
-    predicted = torch.tensor([[own, 5.0, best] for own, best in zip(f, [9.0, 5.5, *[1.5] * 6], strict=True)])
-    quality = measure_ahead(predicted, torch.tensor(true), start=9.0)
+    ahead = torch.full((8,), 5.0), torch.tensor([9.0, 5.5, *[1.5] * 6]), 9.0
+    quality = measure(torch.tensor(f), torch.tensor(true), torch.arange(8), ahead)
     assert quality.spearman == pytest.approx(scipy.stats.spearmanr(f, true).statistic)
     assert quality.mae == pytest.approx((0.5 + 0.5 + 0 + 1 + 1 + 0 + 1 + 1) / 8)
     assert quality.constant_mae == pytest.approx((0.5 + 3.5 + 1 + 1 + 4 + 1 + 3 + 2) / 8)
