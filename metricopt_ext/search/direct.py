@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from metricopt_ext.search.guided_es import antithetic, estimated_direction, orthonormal_basis, perturbations
-from metricopt_ext.search.strategy import Answers, Batches, Begun, SearchStrategy
+from metricopt_ext.search.strategy import Batches, Begun, SearchStrategy
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
@@ -121,10 +121,8 @@ class AskTellStrategy(SearchStrategy):
         """Ask for what the optimizer does, and tell it (see `SearchStrategy`)."""
         ask, tell = self.pair(search, seed)
         while True:
-            proposed, answers = ask(), Answers()
-            while len(answers) < len(proposed):
-                some = proposed[len(answers) :][: search.left]  # none, as an empty batch, until more may be spent
-                answers = Answers((*answers, *(yield from search.ask(some.to(search.start)))))
+            proposed = ask()
+            answers = yield from search.ask(proposed)
             if evaluations := answers.evaluations:
                 tell(answers.points_as(proposed), evaluations)
 

@@ -164,14 +164,24 @@ class Begun(Visited):
         return SearchResult(point, best, tuple(now.evaluations), torch.stack(now.points), len(now.points))
 
     def ask(self, points: Tensor) -> Generator[list[Start], Answers, Answers]:
-        """Ask for points, ``n x d``, note what is found there, and return it."""
-        answers = yield self.starts(points)
-        self.add(answers.evaluated)
+        """Ask for points, ``n x d``, note what is found there, and return it; what can't be spent yet is waited for."""
+        answers = Answers()
+        yield from self.waiting()
+        while len(answers) < len(points):
+            more = yield self.starts(points[len(answers) :][: self.left])
+            self.add(more.evaluated)
+            answers = Answers((*answers, *more))
+            yield from self.waiting()
         return answers
+
+    def waiting(self) -> Batches:
+        """Yield empty batches until more may be asked for."""
+        while self.left <= 0:
+            yield []
 
     def starts(self, points: Tensor) -> list[Start]:
         """Return points, ``n x d``, as what the metric is asked for."""
-        return [replace(self.at, phi=point) for point in points]
+        return [replace(self.at, phi=point) for point in points.to(self.start)]
 
     @property
     def left(self) -> int:

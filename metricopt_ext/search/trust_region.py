@@ -5,10 +5,10 @@ the span of the last loss gradients; here the spectrum of loss gradients all aro
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ END_SHARE, LEAST_END, MOST_END = 1 / 8, 2, 16
 
 # Scales of the first design's pairs, in turn, in units of the probed scale. At the full scale outputs move by 0.3 of
 # their spread, which near an optimum hardly ever improves: a smaller pair does, and says how far to go.
-SCALES = (1.0, 1 / 2, 1 / 4)
+SCALES: Sequence[float] = (1.0, 1 / 2, 1 / 4)
 
 # Largest number of points of the first design.
 DESIGN = 6
@@ -53,9 +53,6 @@ FIRST_RADIUS, LARGEST_FIRST, LEAST_RADIUS, LARGEST_RADIUS, GROW, SHRINK = 1.5, 1
 # loses a third. On four tasks such pairs lost at most .015, and .02 to .5 in 10 of 12 runs with a scale of four times
 # that. A cost without bounds has no worst, so it must grow by more of its size.
 WIDEST, NARROWEST, FAR, FAR_UNBOUNDED, BEYOND = 64.0, 1 / 64, 0.02, 0.25, 2.0
-
-# A point is one of a design if it is off by at most this share of its distance: one on file may be rounded otherwise.
-OFF_DESIGN = 1e-3
 
 
 @dataclass(frozen=True)
@@ -138,17 +135,15 @@ class GuidedSearch(Begun):
         self.ahead: dict[int, tuple[float, float, float]] = {}
         self._ending: list[tuple[Tensor, Evaluation]] | None = None  # once its own end is asked for, what is there
 
-    def _asked(self) -> Batches:
-        """Ask for what f proposes, and last for the end; again if there are more queries."""
-        self.promised = self.task.promised(self.start, list(self.started[1].outcomes))
-        proposals, proposed = self._proposals(), self.start[None][:0]
-        while True:
+    @property
+    def left(self) -> int:
+        """Evaluations that it may still ask for; the last of the budget is for its end."""
+        return super().left - 1
+
+    def waiting(self) -> Batches:
+        """Ask for the end once nothing else may be asked for, and wait until more may."""
+        while self.left <= 0:
             budget = self.budget()
-            while (left := self.left - 1) > 0:
-                if not len(proposed):
-                    proposed = next(proposals).to(self.start)
-                batch, proposed = proposed[:left], proposed[left:]
-                yield from self.ask(batch)
             if self.varies():
                 mean_of_best = self._mean_of_best(self._aim(last=True))
                 self._ending = []
@@ -157,18 +152,25 @@ class GuidedSearch(Begun):
                 yield []
             self._ending = None
 
-    def _proposals(self) -> Iterator[Tensor]:
-        """Yield the points to query, ``m x d``, without end; all must be visited before the next are drawn."""
-        search = self.search
-        yield (design := self._design(search.design_size(len(self.start)), SCALES)).points
-        while (far := self._is_too_far(design)) or not self.reacts():
-            narrower = self.widened * min(design.least, SCALES[1])
-            self.widened = narrower if far else min(WIDEST, 2 * self.widened)
-            design = self._design(search.batch + search.batch % 2, SCALES if far else SCALES[:1])
-            yield design.points
+    def _asked(self) -> Batches:
+        """Ask for designs, then for what f proposes."""
+        self.promised = self.task.promised(self.start, list(self.started[1].outcomes))
+        pairs, scales = self.search.design_size(len(self.start)) // 2, SCALES
+        while True:
+            centre, began = self.best_seen(), len(self.points)
+            of_pairs = [scales[pair % len(scales)] for pair in range(pairs)]
+            answers = yield from self.ask(self._design(self.points[centre], of_pairs))
+            told = [scale for scale, each in zip(2 * of_pairs, answers, strict=True) if each.evaluation is not None]
+            near = [at for at, scale in enumerate(told, start=began) if scale == min(of_pairs)]
+            gains = any(each.cost < self.evaluations[centre].cost for each in self.evaluations[began:])
+            far = not gains and self._is_far(centre, near, min(of_pairs))
+            if not far and self.reacts():
+                break
+            self.widened = self.widened * min(*of_pairs, SCALES[1]) if far else min(WIDEST, 2 * self.widened)
+            pairs, scales = (self.search.batch + 1) // 2, SCALES if far else SCALES[:1]
         unit = self.widened * self.learner.scale * math.sqrt(len(self.start))
         # Around the last design if that was as wide as the metric reacts, else as wide as the pair of the best point.
-        scale = self._scales(design).get(self.best_seen(), SCALES[-1])
+        scale = told[self.best_seen() - began] if self.best_seen() >= began else SCALES[-1]
         radius = LARGEST_FIRST if self.widened > 1 else min(LARGEST_FIRST, FIRST_RADIUS * scale)
         centre, began = -1, 0
         while True:
@@ -181,44 +183,27 @@ class GuidedSearch(Begun):
             constant, incumbent = float(self.cost.median()), float(self.cost.min())
             for at, predicted in enumerate(aim.f(batch).tolist(), start=began):
                 self.ahead[at] = predicted, constant, incumbent
-            yield batch
+            yield from self.ask(batch)
 
-    def _design(self, points: int, scales: Sequence[float]) -> "_Design":
-        """Draw antithetic pairs around the best point so far, of some scales in turn."""
+    def _design(self, centre: Tensor, of_pairs: Sequence[float]) -> Tensor:
+        """Draw antithetic pairs of these scales around a point, ``d``: those on one side, then those opposite."""
         root = self.learner.spectrum.root(1.0)
-        drawn = torch.randn(points // 2, len(root), generator=self.rng, dtype=torch.float64).to(root)
-        of_pairs = torch.tensor([scales[pair % len(scales)] for pair in range(points // 2)]).to(root)
-        offsets = self.widened * self.learner.scale * of_pairs[:, None] * drawn @ root.T
-        best = self.best_seen()
-        return _Design(self.points[best] + torch.cat([offsets, -offsets]), of_pairs.repeat(2), best, len(self.points))
+        drawn = torch.randn(len(of_pairs), len(root), generator=self.rng, dtype=torch.float64).to(root)
+        offsets = self.widened * self.learner.scale * torch.tensor(of_pairs).to(root)[:, None] * drawn @ root.T
+        return centre + torch.cat([offsets, -offsets])
 
-    def _scales(self, design: "_Design") -> dict[int, float]:
-        """Return the scales of those points of a design that were answered, by their indices among the visited ones.
-
-        Some may have been given up, others told meanwhile; one on file may be rounded otherwise.
-        """
-        found = {}
-        for at in range(design.began, len(self.points)):
-            apart = (design.points - self.points[at]).norm(dim=1)
-            nearest = int(apart.argmin())
-            if apart[nearest] <= OFF_DESIGN * (design.points[nearest] - self.points[design.centre]).norm():
-                found[at] = float(design.scales[nearest])
-        return found
-
-    def _is_too_far(self, design: "_Design") -> bool:
-        """Whether no point of a design gains on what it was drawn around, and even its smallest pairs are far worse.
+    def _is_far(self, centre: int, near: Sequence[int], least: float) -> bool:
+        """Whether even the smallest pairs of a design, of which none gains, are far worse than its centre.
 
         The mean of a pair's losses is their curvature alone: what the one side gains by a slope, the other loses.
         """
-        scales, centre, start = self._scales(design), self.evaluations[design.centre], self.started[1]
-        near = [self.evaluations[at] for at, scale in scales.items() if scale == design.least]
-        gains = any(self.evaluations[at].cost < centre.cost for at in scales)
-        if not near or gains or self.widened * design.least < NARROWEST:
+        if not near or self.widened * least < NARROWEST:
             return False
+        own, around, start = self.evaluations[centre], [self.evaluations[at] for at in near], self.started[1]
         far = FAR_UNBOUNDED * abs(start.value) if self.worst is None else FAR * abs(start.value - self.worst)
-        chance = self.chance(centre, near)
+        chance = self.chance(own, around)
         beyond = BEYOND * chance if math.isfinite(chance) else 0.0
-        return mean(each.cost for each in near) - centre.cost > max(far, beyond)
+        return mean(each.cost for each in around) - own.cost > max(far, beyond)
 
     def _aim(self, *, last: bool = False) -> Aim:
         """Fit what the search goes for to all that was visited (see `Visited.fit`)."""
@@ -291,21 +276,7 @@ class GuidedSearch(Begun):
         aim.f.quality, aim.f.signature = now.quality() or aim.f.quality, self.signature
         fitted = now.fitted()
         pairs = costs_on_pairs([now.evaluations[at] for at in fitted], self.combination)
-        if pairs is None or fault_of_halves(now.evaluations):
-            return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted)
-        climbed = climb_of_chance(aim.f, pairs[:, 0], self.reached, point)
+        climbed = 0.0
+        if pairs is not None and not fault_of_halves(now.evaluations):
+            climbed = climb_of_chance(aim.f, pairs[:, 0], self.reached, point)
         return replace(result, phi=point, evaluation=evaluation, f=aim.f, known=fitted, climbed=climbed)
-
-
-class _Design(NamedTuple):
-    """A design: points, ``n x d``, each one's scale, ``n``, and the indices of their centre and of the first."""
-
-    points: Tensor
-    scales: Tensor
-    centre: int
-    began: int
-
-    @property
-    def least(self) -> float:
-        """The scale of the smallest pairs."""
-        return float(self.scales.min())
