@@ -143,7 +143,7 @@ class GPValueFunction(ValueFunction):
         targets, ones = (rest - f.outcome_mean) / f.outcome_std, torch.ones_like(f.points[:, :1])
         for own, root in f.roots():
             solved = torch.cholesky_solve(torch.cat([ones, targets[:, own]], 1), root)
-            f.constant[own] = _dots(ones.expand(-1, len(own)), solved[:, 1:]) / _dots(ones, solved[:, :1])
+            f.constant[own] = _dots(ones.expand_as(solved[:, 1:]), solved[:, 1:]) / _dots(ones, solved[:, :1])
             weights = solved[:, 1:] - f.constant[own] * solved[:, :1]
             f.weights[own] = weights.T
             f.variance[own] = _dots(targets[:, own] - f.constant[own], weights) / len(phi)
@@ -154,17 +154,14 @@ class GPValueFunction(ValueFunction):
         return rbf(phi @ self.transform, self.points @ self.transform)
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each noise that occurs, the indices of the outcomes that have it, and the Cholesky factor.
+        """Return, for each noise that occurs, which outcomes have it, ``m``, bool, and the Cholesky factor.
 
         That is of the points' covariance in units of an outcome's variance, ``n x n``.
         """
         if not self._roots or self._roots[0][1].device != self.points.device:
-            covariance = self.kernel(self.points)
-            self._roots = []
-            for noise in self.noise.unique():
-                noisy = covariance.clone()
-                noisy.diagonal().add_(noise)
-                self._roots.append(((self.noise == noise).nonzero()[:, 0], torch.linalg.cholesky(noisy)))
+            covariance, one = self.kernel(self.points), torch.eye(len(self.points)).to(self.points)
+            noises = self.noise.unique()
+            self._roots = [(self.noise == each, torch.linalg.cholesky(covariance + each * one)) for each in noises]
         return self._roots
 
     def outcomes(self, phi: Tensor) -> Tensor:
@@ -190,12 +187,12 @@ class GPValueFunction(ValueFunction):
 
     def unknown(self, phi: Tensor) -> Tensor:
         """Return the share of each outcome's prior variance that is left at phi, ``k x d``: ``k x m``."""
-        kernel, left = self.kernel(phi.double()).T, []
+        kernel = self.kernel(phi.double()).T
+        left = torch.ones(kernel.shape[1], len(self.noise)).to(kernel)
         for own, root in self.roots():
             cross = torch.linalg.solve_triangular(root, kernel, upper=False)
-            left.append((1 - cross.square().sum(0)).clamp(min=0)[:, None].expand(-1, len(own)))
-        order = torch.cat([own for own, _ in self.roots()]).argsort()
-        return torch.cat(left, 1)[:, order]
+            left = left.where(~own, (1 - cross.square().sum(0)).clamp(min=0)[:, None])
+        return left
 
     def std(self, phi: Tensor) -> Tensor:
         """Return each outcome's standard deviation, without noise, at phi, ``k x d``, as a cost, ``k x m``."""
