@@ -22,7 +22,7 @@ from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/update_rule/2"
 
-# Least denominator of a loss or cost, and the largest size of an input and of the logarithm of a rate.
+# Least denominator of a loss or cost, which is added to a loss before its logarithm, and the largest size of an input and of the logarithm of a rate.
 FLOOR, LARGEST = 1e-3, 5.0
 
 SMALLEST = 1e-8  # added to the length of a gradient, whose own gradient is finite at 0 then
@@ -249,27 +249,22 @@ class LearnedObjective:
     """L_opt = lambda L_metric + L_loss: a better metric and a lower loss all along the way (Eq. 6).
 
     L_metric = mean_t log(1 + exp(beta (m_t - m_t') / m_t)) with t' = argmin_{i < t} m_i, where the denominator is the
-    size of m_t, at least `COST_FLOOR`. L_loss = mean_t (log(l_t + eps) - log(l_0 + eps)), where a loss below 0 counts
-    as 0.
+    size of m_t, at least `COST_FLOOR`, and beta is T/2. L_loss = mean_t (log(l_t + eps) - log(l_0 + eps)), where a loss
+    below 0 counts as 0, and eps, "small" in the paper, is `FLOOR`.
 
     Attributes:
         metric_weight: lambda; 50 in the paper.
-        sharpness: beta; None for the paper's T/2.
-        loss_offset: eps, "small" in the paper.
     """
 
     metric_weight: float = 50.0
-    sharpness: float | None = None
-    loss_offset: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Reject what the terms are not defined for.
+        """Reject a weight below 0.
 
         Raises:
-            ValueError: A value is out of range; the message gives it.
+            ValueError: It is; the message gives its value.
         """
         check_at_least(0, metric_weight=self.metric_weight)
-        check_above(0, sharpness=self.sharpness, loss_offset=self.loss_offset)
 
     def __call__(self, costs: Tensor, loss: Tensor) -> Tensor:
         """Return the objective of each finetuning run, ``...``.
@@ -279,9 +274,8 @@ class LearnedObjective:
             loss: The losses l_0 ... l_T there, ``... x (T + 1)``.
         """
         best, later = costs.cummin(-1).values[..., :-1], costs[..., 1:]
-        sharpness = later.shape[-1] / 2 if self.sharpness is None else self.sharpness
-        metric = softplus(sharpness * (later - best) / later.abs().clamp(min=COST_FLOOR)).mean(-1).to(loss)
-        logarithm = (loss.clamp(min=0) + self.loss_offset).log()
+        metric = softplus(later.shape[-1] / 2 * (later - best) / later.abs().clamp(min=COST_FLOOR)).mean(-1).to(loss)
+        logarithm = (loss.clamp(min=0) + FLOOR).log()
         return torch.add(logarithm[..., 1:].mean(-1) - logarithm[..., 0], metric, alpha=self.metric_weight)
 
 

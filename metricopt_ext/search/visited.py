@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.tasks.combine import Combination
-from metricopt_ext.tasks.constraints import Constraint, Limits
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
@@ -132,7 +132,7 @@ class Visited:
         ranked = sorted(self.evaluations, key=lambda each: each.cost)
         return ranked[: max(LEAST_TELLING, math.ceil(len(ranked) / 4))]
 
-    def selected(self, most: int, cost: Tensor | None = None) -> Tensor:
+    def selected(self, most: int, cost: Tensor) -> Tensor:
         """Return the indices, ascending, of that many points, or of all if there are no more.
 
         They are the start and what was asked first, the worst, the best, and the latest, which are where the search
@@ -140,9 +140,8 @@ class Visited:
 
         Args:
             most: How many.
-            cost: What is least of the best, ``n``; by default the metric's cost.
+            cost: What is least of the best, ``n``.
         """
-        cost = self.cost if cost is None else cost
         order, rank = cost.argsort(stable=True), torch.arange(len(cost), 0, -1, device=cost.device)
         rank[(self.phi == self.start).all(dim=1)] = 0  # f is asked for the gain over it
         rank[: int(FIRST_SHARE * most)] = 0
@@ -152,7 +151,7 @@ class Visited:
 
     def fitted(self) -> Tensor:
         """Return the indices of the points that f is fitted to, ascending."""
-        return self.selected(MOST_POINTS)
+        return self.selected(MOST_POINTS, self.cost)
 
     @num_threads(1)
     def fit(self, learner: GPLearner, *, last: bool = False) -> "Aim":
@@ -164,62 +163,55 @@ class Visited:
             learner: Fits each.
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
         """
-        limited = [] if self.limits is None else self.limits.constraints
-        beyond = [] if self.limits is None else zip(*map(self.limits.excesses, self.evaluations), strict=True)
-        excesses = [
-            self._fit(number, learner, _Modelled.excess(limit, self._numbers(each)), last)
-            for number, (limit, each) in enumerate(zip(limited, beyond, strict=True), start=1)
-            if min(each) < max(each)
-        ]
-        return Aim(self._fit(0, learner, self._of_metric(), last), excesses, self)
-
-    def _of_metric(self) -> "_Modelled":
+        excesses, cost = list[GPValueFunction](), self.cost
+        if self.limits is not None:
+            beyond = zip(*map(self.limits.excesses, self.evaluations), strict=True)
+            for number, (limit, each) in enumerate(zip(self.limits.constraints, beyond, strict=True), start=1):
+                if min(each) < max(each):
+                    excess, sign = self._numbers(each), -1 if limit.at_least else 1
+                    excesses.append(self._fit(number, learner, last, excess, excess[:, None], (limit.name,), sign))
         if (made := self.combination) is None:
-            return _Modelled(self.cost, self.cost[:, None])
-        names, costs = made.names(self.evaluations[0].outcomes), made.costs(self.evaluations).to(self.start.device)
-        return _Modelled(self.cost, costs, names, made.sign, replace(made, combined=names))
+            return Aim(self._fit(0, learner, last, cost, cost[:, None]), excesses, self)
+        names, costs = made.names(self.evaluations[0].outcomes), made.costs(self.evaluations).to(cost)
+        f = self._fit(0, learner, last, cost, costs, names, made.sign, replace(made, combined=names))
+        return Aim(f, excesses, self)
 
-    def _fit(self, number: int, learner: GPLearner, of: "_Modelled", last: bool) -> GPValueFunction:
-        phi, chosen, promised = self.phi, self.chosen.get(number), self._promised(of)
+    def _fit(
+        self,
+        number: int,
+        learner: GPLearner,
+        last: bool,
+        least: Tensor,
+        costs: Tensor,
+        names: Sequence[str] = (),
+        sign: int = 1,
+        combination: Combination | None = None,
+    ) -> GPValueFunction:
+        """Fit a value function, by its number in `chosen`.
+
+        Args:
+            number: The number.
+            learner: Fits it.
+            last: See `fit`.
+            least: What is least of the best points, ``n``.
+            costs: The outcomes' costs, ``n x m``.
+            names: The outcomes'; none of a metric that is a number.
+            sign: Whether a cost rises with its outcome, 1, or falls, -1.
+            combination: How the outcomes make the metric.
+        """
+        phi, chosen, promised = self.phi, self.chosen.get(number), None
+        if any(name in self.promised for name in names):
+            none = torch.zeros_like(self.start)  # of an outcome whose loss promises nothing
+            promised = sign * torch.stack([self.promised.get(name, none) for name in names]).double()
         if chosen is None or len(phi) >= REFIT * chosen[0]:
-            noises = [noise_of([each.outcomes[name] for each in self.evaluations]) for name in of.names]
+            noises = [noise_of([each.outcomes[name] for each in self.evaluations]) for name in names]
             least_noise = self._numbers(noises or [noise_of(self.evaluations)])
-            at = self.selected(MOST_JUDGED, of.least)
-            chosen = len(phi), learner.most_likely(phi[at], of.costs[at], least_noise, promised)
+            at = self.selected(MOST_JUDGED, least)
+            chosen = len(phi), learner.most_likely(phi[at], costs[at], least_noise, promised)
         if not last:
             self.chosen[number] = chosen
-        at = self.selected(MOST_POINTS, of.least)
-        return learner(phi[at], of.costs[at], chosen[1], combination=of.combination, promised=promised)
-
-    def _promised(self, of: "_Modelled") -> Tensor | None:
-        """Return along which direction each cost rises by what its loss promises, ``m x d``, 0 where it has none."""
-        if not any(name in self.promised for name in of.names):
-            return None
-        none = torch.zeros_like(self.start)
-        return of.sign * torch.stack([self.promised.get(name, none) for name in of.names]).double()
-
-
-class _Modelled(NamedTuple):
-    """What a value function is fitted to.
-
-    Attributes:
-        least: What is least of the best points, ``n``.
-        costs: The outcomes' costs, ``n x m``.
-        names: The outcomes'; none of a metric that is a number.
-        sign: Whether a cost rises with its outcome, 1, or falls, -1.
-        combination: How the outcomes make the metric.
-    """
-
-    least: Tensor
-    costs: Tensor
-    names: tuple[str, ...] = ()
-    sign: int = 1
-    combination: Combination | None = None
-
-    @classmethod
-    def excess(cls, limit: Constraint, beyond: Tensor) -> "_Modelled":
-        """Return how far points are beyond a limit, ``n``."""
-        return cls(beyond, beyond[:, None], (limit.name,), -1 if limit.at_least else 1)
+        at = self.selected(MOST_POINTS, least)
+        return learner(phi[at], costs[at], chosen[1], combination=combination, promised=promised)
 
 
 class Aim(NamedTuple):

@@ -69,7 +69,7 @@ def test_line_3_observes_the_metric_along_the_optimizer_s_own_tasks(
 
 
 def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable[..., Any]) -> None:
-    task, settings = quadratic(3), replace(QUICK, objective=LearnedObjective(7.0, loss_offset=0.1))
+    task, settings = quadratic(3), replace(QUICK, objective=LearnedObjective(7.0))
     f, rule = known_f(task, settings), settings.new_rule(0).double()
     task.problem.queries = 0
     values = settings.objective_of(
@@ -90,7 +90,7 @@ def test_the_objective_is_eq_6_with_f_in_place_of_the_metric(quadratic: Callable
         for t in range(1, 6):
             best = min(predicted[:t])
             total += 7 * math.log1p(math.exp(2.5 * (predicted[t] - best) / max(abs(predicted[t]), 0.01))) / 5
-            total += (math.log(loss[t] + 0.1) - math.log(loss[0] + 0.1)) / 5
+            total += (math.log(loss[t] + 1e-3) - math.log(loss[0] + 1e-3)) / 5
         assert float(values[row]) == pytest.approx(total, rel=1e-5)
     assert task.queries == 0
 

@@ -118,7 +118,8 @@ def limited(monkeypatch: pytest.MonkeyPatch, judged: int, points: int) -> None:
 def test_beyond_it_they_are_the_first_the_best_and_the_latest(start: int) -> None:
     points = rand(250, 3)
     cost = bowl(points) + 0.3 * rand(250, seed=2)
-    found = filled(points, cost, start).selected(100).tolist()
+    visited = filled(points, cost, start)
+    found = visited.selected(100, visited.cost).tolist()
     by_cost = sorted(range(250), key=lambda at: float(cost[at]))
     expected = {start, 0, 1, by_cost[-1], *by_cost[:20]}
     latest = [at for at in reversed(range(250)) if at not in expected]
