@@ -22,7 +22,8 @@ from metricopt_ext.utils.seeding import generator
 
 FILE_FORMAT = "metricopt_ext/update_rule/2"
 
-# Least denominator of a loss or cost, which is added to a loss before its logarithm, and the largest size of an input and of the logarithm of a rate.
+# Least denominator of a loss or cost, and what is added to a loss before its logarithm is taken; the largest size of an
+# input and of the logarithm of a rate.
 FLOOR, LARGEST = 1e-3, 5.0
 
 SMALLEST = 1e-8  # added to the length of a gradient, whose own gradient is finite at 0 then

@@ -7,7 +7,7 @@ So each is looked at alone, from the best values so far on, and then a few prese
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -180,8 +180,7 @@ def line_queries(queries: int, on_lines: Sequence[int], spare: int) -> list[int]
         total = min(int(SHARE * queries + 1e-9), spare + sum(known))
         if total // lines >= LEAST:
             own = [min(MOST, total // lines + (line < total % lines)) for line in range(lines)]
-            found = [max(0, each - other) for each, other in zip(own, known, strict=True)]
-            return found + [0] * (len(on_lines) - lines)
+            return [max(0, each - other) for each, other in zip_longest(own, on_lines, fillvalue=0)]
     return [0] * len(on_lines)
 
 
@@ -351,8 +350,7 @@ class SettingsStage:
                 if (line := self._line(setting, best.start, here)) is not None:
                     yield from line_search(line, min(INTERVAL, self._for_lines), [OnLine(here, best)], self._asked)
             elif setting.ordered:
-                numbers = sorted(setting.values, key=float)
-                yield from self._outwards([_with(best.start, setting, number) for number in numbers])
+                yield from self._outwards(setting, sorted(setting.values, key=float), best.start)
             else:
                 starts = self._new([_with(best.start, setting, value) for value in setting.values])
                 yield from self._asked(starts[: min(OUTWARDS, self._for_lines)])
@@ -361,30 +359,24 @@ class SettingsStage:
     def _line(self, setting: Setting, best: Start, here: float) -> StartLine | None:
         """Return the line of a setting's interval, on its scale, on which the best so far is at t = ``here``.
 
-        It is cut to what inference may take where both first steps take too long; else its steps stay large. It is None
-        where inference may take no longer at all.
+        It is cut to what inference may take, and None where it may take no longer at all.
         """
-        whole = StartLine(lambda t: _with(best, setting, setting.at(t)), 0.0, 1.0, beside(0.0, 1.0, here))
 
-        def affords(t: float) -> bool:
-            return self.settings.affords(whole.at(t).settings)
+        def at(t: float) -> Start:
+            return _with(best, setting, setting.at(t))
 
-        if any(map(affords, whole.first)):
-            return whole
-        low, high = _around(here, affords)
-        return None if low == high else StartLine(whole.at, low, high, beside(low, high, here))
+        low, high = _around(here, lambda t: self.settings.affords(at(t).settings))
+        return None if low == high else StartLine(at, low, high, beside(low, high, here))
 
-    def _outwards(self, starts: Sequence[Start]) -> Batches:
-        """Ask for starts in order, outwards from the best so far, while they gain."""
-        order = [each.settings for each in starts]
-        left, began = min(OUTWARDS, self._for_lines), order.index(self.best.start.settings)
-        near = [starts[at] for at in (began - 1, began + 1, began + 2) if 0 <= at < len(starts)]
-        while near := self._new(near)[:left]:
-            yield from self._asked(near)
-            left -= len(near)
-            now = order.index(self.best.start.settings)
-            step = (now > began) - (now < began)  # 0 where nothing gained: its next is known then
-            near = list(starts[max(0, now + step) :][:1])
+    def _outwards(self, setting: Setting, order: Sequence[Value], best: Start) -> Batches:
+        """Ask for numbers in order, outwards from the best so far, while they gain."""
+        began = order.index(best.settings[setting.name])
+        near, left = [began - 1, began + 1, began + 2], min(OUTWARDS, self._for_lines)
+        while new := self._new([_with(best, setting, order[at]) for at in near if 0 <= at < len(order)])[:left]:
+            yield from self._asked(new)
+            left -= len(new)
+            now = order.index(self.best.start.settings[setting.name])
+            near = [now + (now > began) - (now < began)]  # where nothing gained, one that is known
 
     def _presets(self) -> list[Start]:
         """Return the presets on the best so far that may be asked, each once."""

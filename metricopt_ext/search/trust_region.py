@@ -145,9 +145,10 @@ class GuidedSearch(Begun):
         while self.left <= 0:
             budget = self.budget()
             if self.varies():
-                mean_of_best = self._mean_of_best(self._aim(last=True))
+                order = self._aim(last=True).order()
+                best = order[: min(max(int(END_SHARE * len(order)), LEAST_END), MOST_END)]
                 self._ending = []
-                self._ending = (yield self.starts(mean_of_best[None])).evaluated
+                self._ending = (yield self.starts(self.phi[best].mean(0)[None])).evaluated
             while self.budget() == budget:
                 yield []
             self._ending = None
@@ -227,12 +228,6 @@ class GuidedSearch(Begun):
         ends, values = descend(value, centre + offsets, centre, radius)
         best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
         return ends[best]
-
-    def _mean_of_best(self, aim: Aim) -> Tensor:
-        """Return the mean of the best visited points by f, ``d``, of those that satisfy the constraints."""
-        order = aim.order()
-        share = int(END_SHARE * len(order))
-        return self.phi[order[: min(max(share, LEAST_END), MOST_END)]].mean(0).to(self.start)
 
     def _predicted(self) -> tuple[Tensor, Tensor]:
         """Return what is `ahead` of the points that are visited by now, ``3 x m``, and their costs, ``m``."""
