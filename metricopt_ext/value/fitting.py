@@ -1,7 +1,7 @@
 """Fits value functions to observed trajectories and measures them on trajectories that they have not seen."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from metricopt_ext.utils.words import counted
 from metricopt_ext.value.learning import Learner, NeuralLearner
 from metricopt_ext.value.observations import Observations
 from metricopt_ext.value.value_function import Quality, ValueFunction
+
+NOWHERE = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Fit:
     """
 
     f: ValueFunction
-    predicted: Tensor = field(default_factory=lambda: torch.empty(0))
-    true: Tensor = field(default_factory=lambda: torch.empty(0))
+    predicted: Tensor = NOWHERE
+    true: Tensor = NOWHERE
     visited: tuple[Evaluation, ...] = ()
     half_fits: tuple[ValueFunction, ...] = ()
 

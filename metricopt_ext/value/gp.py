@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.value_function import ValueFunction
@@ -295,20 +294,12 @@ class GPLearner:
 
         Args:
             phi: The points, ``n x d``.
-            costs: The costs.
+            costs: The costs, which must vary.
             previous: Hyper-parameters to keep instead of choosing them.
             least_noise: See `most_likely`.
             combination: How the outcomes make the metric; None of one that is the metric.
             promised: What the outcomes' losses promise (`trend_of`), ``m x d``; None for nothing.
-
-        Raises:
-            ValueFunctionError: All costs are equal.
         """
-        costs = costs.double().view(len(phi), -1)
-        if not _vary(costs).any():
-            raise ValueFunctionError(
-                f"all {len(costs)} costs equal {float(costs[0, 0]):.6g}: the metric does not react"
-            )
         chosen = previous or self.most_likely(phi, costs, least_noise, promised)
         trend = None if promised is None else trend_of(promised, phi, costs)
         return GPValueFunction.conditioned(phi, costs, self.transform(chosen), chosen.noise, combination, trend)

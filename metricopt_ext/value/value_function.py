@@ -14,7 +14,7 @@ from metricopt_ext.adapters.signature import Signature
 from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.utils.files import write_tensors
-from metricopt_ext.utils.words import shortened
+from metricopt_ext.utils.words import brief
 
 FILE_FORMAT = "metricopt_ext/value_function/5"
 
@@ -138,15 +138,14 @@ class ValueFunction(nn.Module):
             signature: The adapter's.
 
         Raises:
-            ValueFunctionError: It is another adapter; the message says in what it differs.
+            ValueFunctionError: It is another adapter; the message says in what it differs first.
         """
         if self.signature is None or signature is None:
             return
-        differing = [f"{what} {_shown(a)}, not {_shown(b)}" for what, a, b in self.signature.differences(signature)]
-        if differing:
+        for what, fitted, attached in self.signature.differences(signature):
             raise ValueFunctionError(
-                f"f was fitted for another adapter, of {'; '.join(differing)}: attach that one, or learn f anew"
-                " (to follow it all the same, as for a transfer, set f.signature = None)"
+                f"f was fitted for another adapter, whose {what} is {brief(fitted)}, not {brief(attached)}: attach that"
+                " one, or learn f anew (to follow it all the same, as for a transfer, set f.signature = None)"
             )
 
     @torch.no_grad()
@@ -243,7 +242,3 @@ class MemberLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply member m's layer to the m-th slice."""
         return torch.einsum("bmi,mio->bmo", x, self.weight) + self.bias
-
-
-def _shown(value: Any) -> str:
-    return shortened(list(value)) if isinstance(value, tuple) else repr(value)

@@ -106,7 +106,7 @@ def test_another_adapter_is_refused() -> None:
     f.signature = SIGNATURE
     for change, names in (
         ({"seed": 4}, ("seed", "3", "4")),
-        ({"layers": tuple("bcdefgh"), "channels": (9,) * 7}, ("7", "8")),
+        ({"layers": tuple("bcdefgh"), "channels": (9,) * 7}, ("layers", "a", "b")),
         ({"kind": "input_bias"}, ("film", "input_bias")),
     ):
         assert_refused(lambda change=change: f.check_fits(replace(SIGNATURE, **change)), ValueFunctionError, *names)
