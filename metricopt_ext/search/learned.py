@@ -349,13 +349,13 @@ class LearnedOptimizer(PhiOptimizer):
     ``sees_metric=False``.
 
     Args:
-        params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector, in order.
+        params: phi alone, ``adapter.parameters()``.
         rule: The update rule, from `load_update_rule` or from training.
         lr: Factor on its steps, at least 0.
 
     Raises:
         TypeError: ``rule`` is no `UpdateRule`.
-        ValueError: ``lr`` is out of range or there are several parameter groups.
+        ValueError: ``lr`` is out of range or ``params`` is more than phi.
 
     Warns:
         BlindWarning: At the first step, if the rule sees what it was not told.

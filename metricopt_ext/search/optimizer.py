@@ -87,7 +87,7 @@ def clip_to_ball(phi: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
 
 
 class PhiOptimizer(torch.optim.Optimizer):
-    """A torch optimizer of phi; several tensors count as one vector, in order.
+    """A torch optimizer of phi.
 
     It works wherever an optimizer does: gradients come from ``loss.backward()``, ``GradScaler`` may skip steps,
     ``step(closure)`` is allowed.
@@ -109,25 +109,24 @@ class PhiOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the first parameter group and reject any other."""
+        """Take the first parameter group, of phi alone, and reject any other."""
         if self.param_groups:
             raise ValueError("2 parameter groups given; phi is one vector, so give one")
         super().add_param_group(param_group)
+        if [each.dim() for each in param_group["params"]] != [1]:
+            shapes = [tuple(each.shape) for each in param_group["params"]]
+            raise ValueError(f"tensors of shapes {shapes} given; phi is one vector, so give adapter.parameters()")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step from the parameters' ``grad``; returns the closure's loss, if there is a closure."""
+        """Take one step from phi's ``grad``; returns the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters: list[Tensor] = self.param_groups[0]["params"]
-        if any(parameter.grad is not None for parameter in parameters):
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            phi, gradient = (torch.cat([each.reshape(-1) for each in tensors]) for tensors in (parameters, gradients))
-            moved = self.next_phi(phi, gradient, self.state[parameters[0]], loss)
-            for parameter, values in zip(parameters, moved.split([p.numel() for p in parameters]), strict=True):
-                parameter.copy_(values.view_as(parameter))
+        (phi,) = self.param_groups[0]["params"]
+        if phi.grad is not None:
+            phi.copy_(self.next_phi(phi, phi.grad, self.state[phi], loss))
         return loss
 
 
@@ -145,8 +144,8 @@ class MetricOpt(PhiOptimizer):
     the CPU is quicker, but each step then waits for the gradient.
 
     Args:
-        params: phi, e.g. ``adapter.parameters()``; several tensors count as one vector, in order.
-        f: The value function, fitted for as many numbers as ``params`` hold.
+        params: phi alone, ``adapter.parameters()``.
+        f: The value function, fitted for as many numbers as phi has.
         lr: Rate of the loss step, at least 0.
         metric_step: Length of the first metric step in units of f's data radius, at least 0.
         loss_weight: Weight w of the loss step, at least 0.
@@ -157,7 +156,7 @@ class MetricOpt(PhiOptimizer):
 
     Raises:
         ValueFunctionError: f was fitted for another dimension or another adapter.
-        ValueError: A hyper-parameter is out of range, or there are several parameter groups.
+        ValueError: A hyper-parameter is out of range, or ``params`` is more than phi.
 
     Warns:
         UntrustedWarning: f has no held-out skill, so phi follows the loss alone.
@@ -192,11 +191,10 @@ class MetricOpt(PhiOptimizer):
             raise ValueError(f"trust is {trust}; it must be above 0")
         rule = {"lr": lr, "metric_step": metric_step, "loss_weight": loss_weight, "steps": steps, "trust": trust}
         super().__init__(params, {**rule, "even_untrusted": even_untrusted, "history": history})
-        parameters = self.param_groups[0]["params"]
-        if (numbers := sum(parameter.numel() for parameter in parameters)) != f.dim:
-            raise ValueFunctionError(f"phi is {numbers} numbers, but f was fitted for phi of dimension {f.dim}")
-        for parameter in parameters:
-            f.check_fits(signature_of(parameter))
+        (phi,) = self.param_groups[0]["params"]
+        if len(phi) != f.dim:
+            raise ValueFunctionError(f"phi is {len(phi)} numbers, but f was fitted for phi of dimension {f.dim}")
+        f.check_fits(signature_of(phi))
         if not (f.trusted or even_untrusted):
             quality = f.quality or "of unknown quality"
             remedy = "learn f from more tasks (`meta_train`), or follow it all the same by even_untrusted=True"

@@ -263,21 +263,6 @@ def test_state_dict_continues_bit_for_bit(after: int, dtype: torch.dtype) -> Non
     assert torch.equal(phi, resumed)
 
 
-def test_several_parameters_are_one_vector() -> None:
-    f, whole = make_f(), parameter()
-    values = whole.detach().clone()
-    # The first is a transposed view of its memory: what counts is the order of its elements.
-    parts = [nn.Parameter(part) for part in (values[[0, 2, 1, 3]].view(2, 2).T, values[4], values[5:])]
-    optimizers = [MetricOpt([whole], f, steps=6), MetricOpt(iter(parts), f, steps=6)]
-    for step in range(6):
-        whole.grad = rand(D, seed=100 + step)
-        parts[0].grad, parts[1].grad, parts[2].grad = whole.grad[:4].view(2, 2), whole.grad[4], whole.grad[5:]
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.equal(torch.cat([p.detach().reshape(-1) for p in parts]), whole)
-    assert [tuple(p.shape) for p in parts] == [(2, 2), (), (1,)]
-
-
 # --- Refusals ------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +276,11 @@ def test_several_parameters_are_one_vector() -> None:
 )
 def test_bad_settings(settings: dict[str, Any], names: tuple[str, ...]) -> None:
     assert_refused(lambda: MetricOpt([parameter()], make_f(), **settings), ValueError, *names)
+
+
+@pytest.mark.parametrize("parts", [[torch.zeros(4), torch.zeros(2)], [torch.zeros(2, 3)]], ids=["two", "matrix"])
+def test_what_is_no_single_vector_is_refused(parts: list[Tensor]) -> None:
+    assert_refused(lambda: MetricOpt(map(nn.Parameter, parts), make_f()), ValueError, "adapter.parameters()", "2")
 
 
 def test_f_of_another_adapter() -> None:
