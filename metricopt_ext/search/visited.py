@@ -163,55 +163,47 @@ class Visited:
             learner: Fits each.
             last: Forget this choice: a search that goes on must not depend on where it was looked at.
         """
-        excesses, cost = list[GPValueFunction](), self.cost
+        excesses = list[GPValueFunction]()
         if self.limits is not None:
             beyond = zip(*map(self.limits.excesses, self.evaluations), strict=True)
             for number, (limit, each) in enumerate(zip(self.limits.constraints, beyond, strict=True), start=1):
                 if min(each) < max(each):
-                    excess, sign = self._numbers(each), -1 if limit.at_least else 1
-                    excesses.append(self._fit(number, learner, last, excess, excess[:, None], (limit.name,), sign))
+                    signs = {limit.name: -1 if limit.at_least else 1}
+                    excesses.append(self._fit(number, learner, last, self._numbers(each)[:, None], signs, None))
         if (made := self.combination) is None:
-            return Aim(self._fit(0, learner, last, cost, cost[:, None]), excesses, self)
-        names, costs = made.names(self.evaluations[0].outcomes), made.costs(self.evaluations).to(cost)
-        f = self._fit(0, learner, last, cost, costs, names, made.sign, replace(made, combined=names))
-        return Aim(f, excesses, self)
+            return Aim(self._fit(0, learner, last, self.cost[:, None], {}, None), excesses, self)
+        signs = dict.fromkeys(made.names(self.evaluations[0].outcomes), made.sign)
+        costs, made = made.costs(self.evaluations).to(self.start.device), replace(made, combined=tuple(signs))
+        return Aim(self._fit(0, learner, last, costs, signs, made), excesses, self)
 
     def _fit(
-        self,
-        number: int,
-        learner: GPLearner,
-        last: bool,
-        least: Tensor,
-        costs: Tensor,
-        names: Sequence[str] = (),
-        sign: int = 1,
-        combination: Combination | None = None,
+        self, key: int, learner: GPLearner, last: bool, costs: Tensor, signs: dict[str, int], made: Combination | None
     ) -> GPValueFunction:
-        """Fit a value function, by its number in `chosen`.
+        """Fit a value function.
 
         Args:
-            number: The number.
+            key: Its key in `chosen`.
             learner: Fits it.
             last: See `fit`.
-            least: What is least of the best points, ``n``.
             costs: The outcomes' costs, ``n x m``.
-            names: The outcomes'; none of a metric that is a number.
-            sign: Whether a cost rises with its outcome, 1, or falls, -1.
-            combination: How the outcomes make the metric.
+            signs: Whether a cost rises with its outcome, 1, or falls, -1, by the outcome's name; empty of a metric that
+                is a number.
+            made: How the outcomes make the metric.
         """
-        phi, chosen, promised = self.phi, self.chosen.get(number), None
-        if any(name in self.promised for name in names):
+        phi, chosen, promised = self.phi, self.chosen.get(key), None
+        least = costs[:, 0] if made is None else self.cost  # of the best points
+        if signs.keys() & self.promised:
             none = torch.zeros_like(self.start)  # of an outcome whose loss promises nothing
-            promised = sign * torch.stack([self.promised.get(name, none) for name in names]).double()
+            promised = torch.stack([sign * self.promised.get(name, none) for name, sign in signs.items()]).double()
         if chosen is None or len(phi) >= REFIT * chosen[0]:
-            noises = [noise_of([each.outcomes[name] for each in self.evaluations]) for name in names]
+            noises = [noise_of([each.outcomes[name] for each in self.evaluations]) for name in signs]
             least_noise = self._numbers(noises or [noise_of(self.evaluations)])
             at = self.selected(MOST_JUDGED, least)
             chosen = len(phi), learner.most_likely(phi[at], costs[at], least_noise, promised)
         if not last:
-            self.chosen[number] = chosen
+            self.chosen[key] = chosen
         at = self.selected(MOST_POINTS, least)
-        return learner(phi[at], costs[at], chosen[1], combination=combination, promised=promised)
+        return learner(phi[at], costs[at], chosen[1], combination=made, promised=promised)
 
 
 class Aim(NamedTuple):
