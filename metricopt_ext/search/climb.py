@@ -11,7 +11,7 @@ seen, had chance been that.
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.descent import descend
+from metricopt_ext.search.descent import descend_each
 from metricopt_ext.tasks.split_half import reliability_of
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.threads import num_threads
@@ -76,8 +76,6 @@ def climb_of_chance(f: GPValueFunction, halves: Tensor, start: Tensor, end: Tens
     inside = f.points[(f.points - start).norm(dim=1) <= radius]
     best = seen(inside).argsort(dim=0, stable=True)[:STARTED].T  # CLIMBS x STARTED, or fewer
     began = torch.cat([start.expand(CLIMBS, 1, -1), inside[best]], dim=1)
-    own = torch.arange(CLIMBS, device=start.device).repeat_interleave(began.shape[1])[:, None]
-    ends, values = descend(lambda phi: seen(phi).gather(1, own)[:, 0], began.flatten(0, 1), start, radius)
-    least = values.view(CLIMBS, -1).argmin(1) + began.shape[1] * torch.arange(CLIMBS, device=start.device)
-    falls = climbed(start[None])[0] - climbed(ends[least]).diagonal()
+    ends = descend_each(seen, began, start, radius)
+    falls = climbed(start[None])[0] - climbed(ends).diagonal()
     return max(0.0, float(f.cost_std * falls.mean()))

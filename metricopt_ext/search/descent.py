@@ -35,3 +35,21 @@ def descend(value: Callable[[Tensor], Tensor], phi: Tensor, centre: Tensor, radi
             offset = moved - centre
             phi = centre + offset * (radius / offset.norm(dim=1, keepdim=True)).clamp(max=1)
     return best, least
+
+
+def descend_each(values: Callable[[Tensor], Tensor], starts: Tensor, centre: Tensor, radius: float) -> Tensor:
+    """Minimise k functions within a ball, each from s starts.
+
+    Args:
+        values: Maps ``m x d`` to what all functions are there, ``m x k``; differentiable.
+        starts: Starts of each, ``k x s x d``.
+        centre: Of the ball, ``d``.
+        radius: Of the ball.
+
+    Returns:
+        The best point visited for each, ``k x d``.
+    """
+    each = torch.arange(len(starts), device=starts.device)
+    own = each.repeat_interleave(starts.shape[1])[:, None]
+    ends, least = descend(lambda phi: values(phi).gather(1, own)[:, 0], starts.flatten(0, 1), centre, radius)
+    return ends.view_as(starts)[each, least.view(starts.shape[:2]).argmin(1)]

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.search.climb import climb_of_chance
-from metricopt_ext.search.descent import descend
+from metricopt_ext.search.descent import descend_each
 from metricopt_ext.search.probe import probe
 from metricopt_ext.search.strategy import Answers, Batches, Begun, Budget, SearchResult, SearchStrategy
 from metricopt_ext.search.visited import Aim, Known
@@ -129,7 +129,7 @@ class GuidedSearch(Begun):
     ) -> None:
         super().__init__(start, budget, known, GuidedSearch._asked)
         self.search, self.task, self.combination = search, task, task.metric.combination
-        self.worst, self.signature = task.metric.worst, task.adapter.signature
+        self.signature = task.adapter.signature
         self.learner, self.rng = probe(task, self.start, seed), generator(seed, "trust_region")
         self.widened = 1.0
         self.ahead: dict[int, tuple[float, float, float]] = {}
@@ -200,8 +200,9 @@ class GuidedSearch(Begun):
         """
         if not near or self.widened * least < NARROWEST:
             return False
-        own, around, start = self.evaluations[centre], [self.evaluations[at] for at in near], self.started[1]
-        far = FAR_UNBOUNDED * abs(start.value) if self.worst is None else FAR * abs(start.value - self.worst)
+        own, around, worst = self.evaluations[centre], [self.evaluations[at] for at in near], self.task.metric.worst
+        start = self.started[1].value
+        far = FAR_UNBOUNDED * abs(start) if worst is None else FAR * abs(start - worst)
         chance = self.chance(own, around)
         beyond = BEYOND * chance if math.isfinite(chance) else 0.0
         return mean(each.cost for each in around) - own.cost > max(far, beyond)
@@ -214,20 +215,16 @@ class GuidedSearch(Begun):
     def _batch(self, aim: Aim, centre: Tensor, radius: float) -> Tensor:
         """Return the next points, ``batch x d``: minima, in the region, of f plus tau times a sample's deviation."""
         batch = self.search.batch
-        own = torch.arange(batch).repeat_interleave(STARTS)
-        tau = own / max(1, batch - 1)
+        tau = (torch.arange(batch) / max(1, batch - 1)).to(centre.device)
         deviations = aim.f.deviations(batch, self.rng)
-        offsets = normalize(torch.randn(len(own), len(centre), generator=self.rng, dtype=torch.float64), dim=1)
+        offsets = normalize(torch.randn(batch, STARTS, len(centre), generator=self.rng, dtype=torch.float64), dim=2)
         offsets *= 0.7 * radius
-        offsets[::STARTS] *= 0.1  # the first start of each point is close to the centre
-        own, tau, offsets = (each.to(centre.device) for each in (own, tau, offsets))
+        offsets[:, 0] *= 0.1  # the first start of each point is close to the centre
 
-        def value(phi: Tensor) -> Tensor:
-            return aim.mean(phi) + tau * deviations(phi).gather(1, own[:, None]).squeeze(1)
+        def values(phi: Tensor) -> Tensor:
+            return aim.mean(phi)[:, None] + tau * deviations(phi)
 
-        ends, values = descend(value, centre + offsets, centre, radius)
-        best = values.view(batch, STARTS).argmin(1) + STARTS * torch.arange(batch, device=values.device)
-        return ends[best]
+        return descend_each(values, centre + offsets.to(centre.device), centre, radius)
 
     def _predicted(self) -> tuple[Tensor, Tensor]:
         """Return what is `ahead` of the points that are visited by now, ``3 x m``, and their costs, ``m``."""
