@@ -36,11 +36,11 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
+from metricopt_ext.methods.paper.algorithm1 import END_QUERIES, Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
+from metricopt_ext.methods.paper.tuning import finetune, metric_policy
 from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.result import RecipeDetails, Result
-from metricopt_ext.methods.tuning import finetune, metric_policy
+from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from linear_labels import LinearLabels
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.learning import NeuralLearner

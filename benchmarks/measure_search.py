@@ -32,9 +32,9 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.evaluating import search_results
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.tuning import finetune, metric_policy
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.tuning import finetune, metric_policy
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds

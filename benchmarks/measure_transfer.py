@@ -38,10 +38,10 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.tuning import FRESH, finetune
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.rounds import meta_train
+from metricopt_ext.methods.paper.tuning import FRESH, finetune
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import MetricOptStep
 from metricopt_ext.tasks.task import FinetuneTask

@@ -33,8 +33,8 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.algorithm1 import Algorithm1, GuidedSearch
-from metricopt_ext.methods.tuning import FRESH
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1, GuidedSearch
+from metricopt_ext.methods.paper.tuning import FRESH
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect, rollout

@@ -20,10 +20,10 @@ from helpers.played_gpu import PlayedGPU, can_play, register
 from helpers.runs import stopped_after
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
+from metricopt_ext.methods.paper.recipe_settings import RecipeSettings
+from metricopt_ext.methods.paper.rounds import meta_train
+from metricopt_ext.methods.paper.tuning import tune_start
 from metricopt_ext.methods.prior_starts import em_prior_start, prior_line
-from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.tuning import tune_start
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.value_function import NeuralValueFunction
 

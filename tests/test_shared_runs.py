@@ -17,9 +17,9 @@ import metricopt_ext as mo
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.joint import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.metric import Metric

@@ -29,8 +29,8 @@ from metricopt_ext.detection.detectron2.identity import identity_of_trainer
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, check_amp, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.rounds import learn_in_rounds
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.rounds import learn_in_rounds
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.runtime.progress import Bars, Callback

@@ -15,9 +15,9 @@ from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import METHODS, check_known, now
 from metricopt_ext.experiment.run_config import SHARE, SOUP, SOUPS, VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_points, print_table
-from metricopt_ext.methods.algorithm1 import END_QUERIES, Algorithm1
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import START_QUERIES
+from metricopt_ext.methods.paper.algorithm1 import END_QUERIES, Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe_settings import START_QUERIES
 from metricopt_ext.methods.starts import divided
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed

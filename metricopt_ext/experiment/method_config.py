@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either, methods_bringing
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.joint import AlgorithmS1
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys

@@ -27,9 +27,9 @@ from metricopt_ext.experiment.method_config import (
     method_named,
 )
 from metricopt_ext.experiment.own_metric import OwnMetricConfig
-from metricopt_ext.methods.algorithm1 import Algorithm1
 from metricopt_ext.methods.guard import deviates
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.direction import known_direction

@@ -1,6 +1,5 @@
 """What a run did, in the metric's own units and in words."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic
@@ -14,7 +13,6 @@ from metricopt_ext.methods.constrained import Constrained, besides
 from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.outcomes import Outcomes
-from metricopt_ext.methods.recipe_settings import StepWeights
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
@@ -104,34 +102,6 @@ class SearchDetails(Details):
         if result.promised is not None:
             lines.append(f"the outcomes' own losses promised {result.promised:.0%} of how they varied")
         return lines
-
-
-@dataclass(frozen=True)
-class RecipeDetails(Details):
-    """What a learner has to tell that follows f by finetuning: a `Recipe`, or `Algorithm1`.
-
-    Attributes:
-        loss_finetune: Metric after the same number of steps on the loss alone.
-        setting: The (loss weight, metric step) used.
-        trajectories: The trajectories that f was learned from.
-    """
-
-    finetunes: ClassVar[bool] = True
-
-    loss_finetune: float
-    setting: StepWeights
-    trajectories: tuple[Trajectory, ...]
-
-    def lines(self, result: "Result[Any]") -> list[str]:
-        """Return how good f is, and how much the metric's halves have in common."""
-        assert result.fit is not None
-        known = not math.isnan(result.split_half)
-        halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
-        return [f"value function ({result.fit.f.kind}): {result.quality}{halves}"]
-
-    def beside(self) -> str:
-        """Return what the loss alone comes to."""
-        return f" (loss-only {decimals(self.loss_finetune)})"
 
 
 Own = TypeVar("Own", bound=Details, default=SearchDetails)

@@ -10,8 +10,8 @@ from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
 from metricopt_ext.value.interpolation import GaussianProcessLabels

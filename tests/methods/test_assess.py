@@ -18,7 +18,7 @@ from helpers.refusals import assert_refused
 from metricopt_ext import Callback, FinetuneTask, Metric, Setting, Settings, assess, batchnorm_start, optimize_metric
 from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.methods.assessment import QUERIES
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import GuidedES
 from metricopt_ext.tasks.ledger import Ledger
 from testers.strategy import files_of

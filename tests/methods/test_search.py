@@ -14,7 +14,7 @@ from helpers.refusals import assert_named, assert_refused
 from metricopt_ext import Metric, Search, attach_film
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import GuidedES, RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.files import UNFINISHED

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import pytest
 
 from helpers.quadratics import QuadraticLearner
-from metricopt_ext.methods.algorithm1 import Algorithm1
-from metricopt_ext.methods.algorithm_s1 import AlgorithmS1
-from metricopt_ext.methods.recipe import Recipe
+from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.joint import AlgorithmS1
+from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from testers.strategy import StrategyTester
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.methods.recipe_settings import RecipeSettings
+from metricopt_ext.methods.paper.recipe_settings import RecipeSettings
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.split_half import evaluations_where_used, seen_on_half

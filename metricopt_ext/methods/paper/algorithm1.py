@@ -14,11 +14,11 @@ from torch import Tensor
 
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import decide_among
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import LEAST_TASKS, StepWeights
-from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
+from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
+from metricopt_ext.methods.paper.recipe_settings import LEAST_TASKS, StepWeights
+from metricopt_ext.methods.paper.tuning import FRESH, evaluate_ends, finetune
+from metricopt_ext.methods.result import Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
-from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.split_half import evaluations_where_used
@@ -69,9 +69,9 @@ class Algorithm1(LearningStrategy[RecipeDetails]):
     """MetricOpt with SGD or Adam, as the paper's Algorithm 1 prints it.
 
     As printed it did not lower a metric whose optimum is known. On the quadratic problems of
-    tests/methods/test_algorithm1.py, over 20 seeds, the true cost of the starts changed by +6% on average (standard
-    error 5%) with each task taken once, by +10% (7%) with 35 passes, by -71% (3%) if Reptile's meta-batches mix 32
-    tasks, and by -82% (2%) with `NeuralLearner.offline`.
+    tests/methods/paper/test_algorithm1.py, over 20 seeds, the true cost of the starts changed by +6% on average
+    (standard error 5%) with each task taken once, by +10% (7%) with 35 passes, by -71% (3%) if Reptile's meta-batches
+    mix 32 tasks, and by -82% (2%) with `NeuralLearner.offline`.
 
     Attributes:
         steps: T.

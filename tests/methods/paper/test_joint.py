@@ -16,8 +16,8 @@ from metricopt_ext import (
     load_value_function,
     optimize_metric,
 )
-from metricopt_ext.methods.algorithm_s1 import UNROLLED, AlgorithmS1, LearnedDetails
-from metricopt_ext.methods.tuning import FRESH
+from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1, LearnedDetails
+from metricopt_ext.methods.paper.tuning import FRESH
 from metricopt_ext.search.learned import LearnedObjective, LearnedOptimizer, combine, load_update_rule, unroll
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator

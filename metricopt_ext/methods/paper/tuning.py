@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
-from metricopt_ext.methods.recipe_settings import RecipeSettings, StepWeights, checked_weights
+from metricopt_ext.methods.paper.recipe_settings import RecipeSettings, StepWeights, checked_weights
 from metricopt_ext.methods.strategy import check_constraints
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep

@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import BudgetError, ValueFunctionError
-from metricopt_ext.methods.algorithm1 import END_QUERIES, LEAST_TASKS, Algorithm1, LossOptimizer
+from metricopt_ext.methods.paper.algorithm1 import END_QUERIES, LEAST_TASKS, Algorithm1, LossOptimizer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator

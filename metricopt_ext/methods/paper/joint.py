@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.algorithm1 import END_QUERIES
 from metricopt_ext.methods.guard import decide_among
+from metricopt_ext.methods.paper.algorithm1 import END_QUERIES
+from metricopt_ext.methods.paper.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.methods.result import Details, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
-from metricopt_ext.methods.tuning import FRESH, evaluate_ends, finetune
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, combine, gradient_samples, unroll

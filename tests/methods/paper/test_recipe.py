@@ -19,11 +19,10 @@ from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import judge
-from metricopt_ext.methods.recipe import Recipe
-from metricopt_ext.methods.recipe_settings import LEAST_TASKS, START_QUERIES
-from metricopt_ext.methods.result import RecipeDetails
-from metricopt_ext.methods.rounds import meta_train
-from metricopt_ext.methods.tuning import FRESH, finetune, metric_policy, tune_start
+from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
+from metricopt_ext.methods.paper.recipe_settings import LEAST_TASKS, START_QUERIES
+from metricopt_ext.methods.paper.rounds import meta_train
+from metricopt_ext.methods.paper.tuning import FRESH, finetune, metric_policy, tune_start
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit

@@ -1,15 +1,46 @@
 """Learn a value function from rounds of finetuning, then follow it: for many starts, or inside a trainer."""
 
+import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from metricopt_ext.methods.guard import Decision
-from metricopt_ext.methods.recipe_settings import RecipeSettings
-from metricopt_ext.methods.result import RecipeDetails, Result, of_learner, outcome
-from metricopt_ext.methods.rounds import meta_train
+from metricopt_ext.methods.paper.recipe_settings import RecipeSettings, StepWeights
+from metricopt_ext.methods.paper.rounds import meta_train
+from metricopt_ext.methods.paper.tuning import choose_setting, tune_start
+from metricopt_ext.methods.result import Details, Result, of_learner, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
-from metricopt_ext.methods.tuning import choose_setting, tune_start
 from metricopt_ext.runtime.identity import described
+from metricopt_ext.tasks.trajectories import Trajectory
+from metricopt_ext.utils.words import decimals
+
+
+@dataclass(frozen=True)
+class RecipeDetails(Details):
+    """What a learner has to tell that follows f by finetuning: a `Recipe`, or `Algorithm1`.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        setting: The (loss weight, metric step) used.
+        trajectories: The trajectories that f was learned from.
+    """
+
+    finetunes: ClassVar[bool] = True
+
+    loss_finetune: float
+    setting: StepWeights
+    trajectories: tuple[Trajectory, ...]
+
+    def lines(self, result: Result[Any]) -> list[str]:
+        """Return how good f is, and how much the metric's halves have in common."""
+        assert result.fit is not None
+        known = not math.isnan(result.split_half)
+        halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
+        return [f"value function ({result.fit.f.kind}): {result.quality}{halves}"]
+
+    def beside(self) -> str:
+        """Return what the loss alone comes to."""
+        return f" (loss-only {decimals(self.loss_finetune)})"
 
 
 @dataclass(frozen=True)
