@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adam_policy import AdamPolicy
 from as_printed import LITERAL, OBSERVED, PARTS
 from linear_labels import LinearLabels
 from metricopt_ext.classification.config import ClassificationConfig
@@ -36,9 +35,8 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.paper.algorithm1 import END_QUERIES, Algorithm1
-from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
-from metricopt_ext.methods.paper.tuning import finetune, metric_policy
+from metricopt_ext.methods.paper.following import finetune
+from metricopt_ext.methods.paper.recipe import AdamPolicy, Recipe, RecipeDetails
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
@@ -283,7 +281,8 @@ def ablate_seed(
 
     callback.stage(DEFAULT)
     recipe = config.build_strategy()
-    if isinstance(recipe, Recipe):
+    assert isinstance(recipe, Recipe)
+    if config.method.name == "recipe":
         ready = ClassificationExperiment(config, folder, seed)
         result = run(ready, seed)
         assert result.fit is not None
@@ -318,10 +317,10 @@ def runs_of(config: ClassificationConfig) -> dict[str, Change]:
 
 def observing(config: ClassificationConfig, share: float) -> list[str]:
     """Return the overrides that evaluate the metric at a share of the T steps of as many tasks."""
-    steps, tasks = config.finetune.steps, config.build_strategy()
-    assert isinstance(tasks, Algorithm1)
+    steps, strategy = config.finetune.steps, config.build_strategy()
+    assert isinstance(strategy, Recipe)
     evals = steps + 1 if share == 1 else max(2, round(share * steps))
-    queries = END_QUERIES + tasks.tasks(config.queries) * evals
+    queries = strategy.start_queries + strategy.tasks_per_round(config.queries) * evals
     return [f"method.evals={evals}", f"queries={queries}"]
 
 
@@ -329,7 +328,7 @@ def run(ready: ClassificationExperiment, seed: int, strategy: Any = None) -> Res
     """Run the whole strategy, by default the config's, on separately counted queries."""
     task = ready.task.judged_by(ready.task.metric.with_settings())
     strategy = strategy or ready.config.build_strategy()
-    assert isinstance(strategy, (Recipe, Algorithm1))
+    assert isinstance(strategy, Recipe)
     return optimize_metric(task, queries=ready.config.queries, strategy=strategy, seed=seed, callback=Callback())
 
 
@@ -339,7 +338,7 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int, change: Chan
     strategy = config.build_strategy()
     if isinstance(change, dict):
         strategy = replace(strategy, **change)
-    elif isinstance(strategy, Algorithm1) and strategy.evals > strategy.steps:  # no label is interpolated
+    elif isinstance(strategy, Recipe) and strategy.evals > strategy.steps:  # no label is interpolated
         strategy = replace(strategy, **OBSERVED)
     ready = ClassificationExperiment(config, folder, seed)
     result = run(ready, seed, strategy)
@@ -350,7 +349,7 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int, change: Chan
 def fitted(ready: ClassificationExperiment, result: Result[RecipeDetails], recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
     fit = recipe.fit(result.details.trajectories, seed)
-    policy = replace(metric_policy(fit.f, recipe, result.details.setting), even_untrusted=True)
+    policy = recipe.policy(fit.f, result.details.setting, even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 

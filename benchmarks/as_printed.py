@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from linear_labels import LinearLabels
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import GuidedESSteps, Recipe
 from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.learning import NeuralLearner
@@ -51,15 +51,15 @@ PARTS: dict[str, dict[str, Any]] = {
     "gamma 1": objective(gamma=1.0),
     "labels: linear": {"labels": LinearLabels()},
     "labels: observed": OBSERVED,
-    "P = 12": {"count": 12},
-    "k = 1": {"history": 1},
-    "s^2 = 0.1": {"variance": 0.1},
+    "P = 12": {"follow": GuidedESSteps(count=12)},
+    "k = 1": {"follow": GuidedESSteps(history=1)},
+    "s^2 = 0.1": {"follow": GuidedESSteps(variance=0.1)},
 }
 
 # The literal alternatives of how the paper is read.
 LITERAL: dict[str, dict[str, Any]] = {
     "kernel: RBF alone": {"labels": GaussianProcessLabels(levels=False)},
     "sigma of the posterior": {"labels": GaussianProcessLabels(noisy=False)},
-    "k from the first step": {"history_grows": False},
+    "k from the first step": {"follow": GuidedESSteps(history_grows=False)},
     "ends at random": {"ends": "random"},
 }

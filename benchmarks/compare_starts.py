@@ -35,8 +35,8 @@ from metricopt_ext.experiment.method import METHODS, Baseline, Entry, Started
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
-from metricopt_ext.methods.paper.recipe_settings import START_QUERIES, StepWeights
-from metricopt_ext.methods.paper.tuning import FRESH, tune_start
+from metricopt_ext.methods.paper.following import FRESH
+from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, tune_start
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
@@ -165,6 +165,10 @@ def runs_of(
 ) -> dict[str, tuple[Baseline, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
     config, recipe = ready.config, ready.config.build_strategy()
+    assert isinstance(recipe, Recipe)
+
+    def by_loss(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
+        return loss_path(task, config.finetune, seed, start)[-1]
 
     def tuned(task: FinetuneTask, start: Tensor, queries: int, seed: int) -> Tensor:
         outcome = tune_start(
@@ -183,9 +187,12 @@ def runs_of(
     return {
         **{name: (baseline, budgets) for name, baseline in baselines.items()},
         "pretrained": (at_each_budget(lambda task, start, *_: start), [0]),
-        "loss_finetune": (at_each_budget(lambda task, start, _, seed: loss_path(task, recipe, seed, start)[-1]), [0]),
+        "loss_finetune": (
+            at_each_budget(lambda task, start, _, seed: loss_path(task, config.finetune, seed, start)[-1]),
+            [0],
+        ),
         "loss_finetune_best": (baselines["loss_finetune_best"], [config.best_evals]),
-        LEARNED: (at_each_budget(tuned), [START_QUERIES]),
+        LEARNED: (at_each_budget(tuned), [recipe.start_queries]),
     }
 
 

@@ -32,8 +32,8 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
 from metricopt_ext.methods.evaluating import search_results
+from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.paper.tuning import finetune, metric_policy
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
@@ -224,7 +224,7 @@ def followed(experiment: Experiment[Any], run: Result) -> float | None:
     recipe = Recipe(**vars(experiment.config.finetune))
     task, start = experiment.task, run.candidates[run.started_at]
     with task.adapter.applied(start):  # the model that f was learned for
-        path = finetune(task, metric_policy(run.fit.f, recipe, recipe.settings[0]), recipe.steps, experiment.seed)
+        path = finetune(task, recipe.policy(run.fit.f, recipe.settings[0]), recipe.steps, experiment.seed)
     return judge(task.judged_by(experiment.test_metric), replace(start, phi=path[-1]))
 
 

@@ -38,12 +38,10 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
-from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.paper.rounds import meta_train
-from metricopt_ext.methods.paper.tuning import FRESH, finetune
+from metricopt_ext.methods.paper.following import finetune
+from metricopt_ext.methods.paper.recipe import Recipe, meta_train
 from metricopt_ext.runtime.identity import sole_writer
-from metricopt_ext.search.optimizer import MetricOptStep
+from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP, MetricOptStep
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.config import load_config
@@ -200,25 +198,20 @@ def followed(config: RunConfig, f: ValueFunction, task: FinetuneTask, start: Ten
         start: phi_0, ``d``.
         seed: Seed of batches and perturbations.
     """
-    strategy, steps = config.build_strategy(), config.finetune.steps
-    if isinstance(strategy, Algorithm1):
-        return strategy.meta_test(task, f, start, seed=seed, index=FRESH)
-    policy = MetricOptStep(f, config.finetune.lr, steps=steps, even_untrusted=True)
-    return finetune(task, policy, steps, seed, start)
+    strategy = config.build_strategy()
+    assert isinstance(strategy, Recipe)
+    setting = (LOSS_WEIGHT, METRIC_STEP) if config.method.name == "recipe" else strategy.settings[0]
+    return finetune(task, strategy.policy(f, setting, seed=seed, even_untrusted=True), strategy.steps, seed, start)
 
 
 def learned(experiment: Experiment[Any], learner: str, seed: int) -> tuple[ValueFunction, Observations]:
     """Learn f on an experiment's task by the config's queries; returns it and the points that were observed."""
     config, store = experiment.config, TrajectoryStore()
-    task = experiment.task
     strategy = with_method(config, learner).build_strategy()
-    if isinstance(strategy, Algorithm1):
-        f = strategy.meta_train(task, tasks=strategy.tasks(config.queries), seed=seed, store=store)
-    else:
-        assert isinstance(strategy, Recipe)
-        tasks = strategy.tasks_per_round(config.queries)
-        f = meta_train(task, tasks=tasks, recipe=strategy, seed=seed, store=store).f
-    return f, Observations.of(list(store))
+    assert isinstance(strategy, Recipe)
+    tasks = strategy.tasks_per_round(config.queries)
+    fit = meta_train(experiment.task, tasks=tasks, recipe=strategy, seed=seed, store=store)
+    return fit.f, Observations.of(list(store))
 
 
 def described(

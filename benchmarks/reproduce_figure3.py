@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Generator, Tensor
 
 from as_printed import LITERAL, PARTS
 from metricopt_ext.classification.config import ClassificationConfig
@@ -33,8 +33,8 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1, GuidedSearch
-from metricopt_ext.methods.paper.tuning import FRESH
+from metricopt_ext.methods.paper.following import FRESH
+from metricopt_ext.methods.paper.recipe import Algorithm1, GuidedESSteps
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect, rollout
@@ -109,15 +109,12 @@ def reproduce(
     return content
 
 
-class MetricOnly(GuidedSearch):
+class MetricOnly(GuidedESSteps):
     """Lines 10-15 without the loss: no gradient spans a subspace, so Sigma = I/d (Fig. 3c); needs no history."""
 
-    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
-        """Return the next phi, ``n x d``."""
-        s, none = self.settings, phi.new_zeros(len(phi), 0, phi.shape[-1])
-        return phi - s.metric_rate * es_direction(
-            self.f, phi, none, generator=self.rng, count=s.count, variance=s.variance
-        )
+    def direction(self, f: ValueFunction, phi: Tensor, past: Tensor, rng: Generator) -> Tensor:
+        """Return u_t, ``n x d``."""
+        return es_direction(f, phi, past[..., :0, :], generator=rng, count=self.count, variance=self.variance)
 
 
 def run_seed(
@@ -130,8 +127,8 @@ def run_seed(
     settings = algorithm(overrides, {})
     phi = ready.task.starts(settings.start_std, seed, range(FRESH, FRESH + starts))
 
-    def ends(policy: Policy) -> dict[str, list[float]]:
-        if isinstance(policy, MetricOnly):
+    def ends(policy: Policy, by_loss: bool = True) -> dict[str, list[float]]:
+        if not by_loss:
             end = phi
             for step in range(settings.steps):
                 end = policy(end, phi[:, None], step)
@@ -162,11 +159,13 @@ def run_seed(
             changed = algorithm(overrides, change)
             f = learned(changed, collected[changed.ends][:size], seed)
             row: dict[str, Any] = dict(zip(("error", "spearman"), judged(f, new), strict=True))
-            for scheme, rule in (("guided", GuidedSearch), ("metric only", MetricOnly)):
+            assert isinstance(changed.follow, GuidedESSteps)
+            for scheme, follow in (("guided", changed.follow), ("metric only", MetricOnly(**vars(changed.follow)))):
                 found = {}
                 for rate in RATES:
-                    policy = rule(replace(changed, metric_rate=rate), f, generator(seed, "figure 3"))
-                    found[rate] = {kind: mean(each) for kind, each in ends(policy).items()}
+                    policy = follow(f, changed, (0.0, rate), generator(seed, "figure 3"), True)
+                    reached = ends(policy, by_loss=follow is changed.follow)
+                    found[rate] = {kind: mean(each) for kind, each in reached.items()}
                 best = max(RATES, key=lambda rate: sign * found[rate]["validation"])
                 row[scheme] = {"rate": best, "test": found[best]["test"], "boldest": found[max(RATES)]["test"]}
             record["variants"][f"{size} {name}"] = row
@@ -177,13 +176,11 @@ def run_seed(
 
 
 def learned(settings: Algorithm1, trajectories: Sequence[Trajectory], seed: int) -> ValueFunction:
-    """Return the f of `Algorithm1.learn`, without the further networks that measure its quality.
+    """Return the f of `Algorithm1`, without the further networks that measure its quality.
 
     Raises:
         ValueFunctionError: All costs are equal.
     """
-    assert settings.labels is not None
-    assert settings.learner is not None
     data = settings.labels(trajectories)
     if data.cost.min() == data.cost.max():
         raise ValueFunctionError(

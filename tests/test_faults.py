@@ -29,8 +29,7 @@ from torch import nn
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import MetricOptError
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks import log

@@ -20,9 +20,7 @@ from helpers.played_gpu import PlayedGPU, can_play, register
 from helpers.runs import stopped_after
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
-from metricopt_ext.methods.paper.recipe_settings import RecipeSettings
-from metricopt_ext.methods.paper.rounds import meta_train
-from metricopt_ext.methods.paper.tuning import tune_start
+from metricopt_ext.methods.paper.recipe import Recipe, meta_train, tune_start
 from metricopt_ext.methods.prior_starts import em_prior_start, prior_line
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.value_function import NeuralValueFunction
@@ -271,7 +269,7 @@ def test_metricopt_follows_an_f_from_a_file_wherever_phi_is(members: int, device
 @pytest.mark.slow
 def test_a_recipe_learns_an_f_that_finetunes_a_start(device: torch.device) -> None:
     task = task_of(ADAPTERS["film"](network(device)), device, population=8)
-    recipe = RecipeSettings(steps=4, rounds=1, evals=3)
+    recipe = Recipe(steps=4, rounds=1, evals=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit = meta_train(task, tasks=5, recipe=recipe)

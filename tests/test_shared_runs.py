@@ -17,7 +17,7 @@ import metricopt_ext as mo
 from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
+from metricopt_ext.methods.paper.recipe import Algorithm1
 from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.methods.paper.joint import AlgorithmS1
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -114,8 +114,7 @@ def run(name):
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
         kept |= {"quality": repr(fit.f.quality), "predicted": fit.predicted}
     if name == "learned":
-        learned = run.details.learned
-        kept |= {"path": run.path, "rule": learned.rule.weights.detach(), "quality": repr(learned.f.quality)}
+        kept |= {"path": run.path, "rule": run.details.rule.weights.detach()}
     return kept
 
 with errors_in_one_line(keeps=out), distributed.joined():

@@ -17,7 +17,7 @@ from metricopt_ext.detection.ap_loss import ClassificationLoss
 from metricopt_ext.detection.matching import Definition
 from metricopt_ext.detection.scenes import SceneShift, write_scenes
 from metricopt_ext.errors import ConfigError, MetricOptError
-from metricopt_ext.methods.paper.recipe_settings import LEAST_TASKS
+from metricopt_ext.methods.paper.recipe import LEAST_TASKS
 from metricopt_ext.search.optimizer import MetricOpt
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import COMMAND_LINE, DEFAULT, FILE, check_yaml, config_section, default_of

@@ -29,8 +29,7 @@ from metricopt_ext.detection.detectron2.identity import identity_of_trainer
 from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer, check_amp, trajectory_store
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.paper.rounds import learn_in_rounds
+from metricopt_ext.methods.paper.recipe import Recipe, learn_in_rounds
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import claim
 from metricopt_ext.runtime.progress import Bars, Callback
@@ -42,7 +41,7 @@ from metricopt_ext.value.fitting import Fit
 def meta_train(
     cfg: CfgNode, path: str | Path, resume: bool = False, trainer_class: type[MetricOptTrainer] = MetricOptTrainer
 ) -> Fit:
-    """Learn f for a trained detector and write it (Algorithm 1, meta-training; see `rounds.learn_in_rounds`).
+    """Learn f for a trained detector and write it (Algorithm 1, meta-training; see `recipe.learn_in_rounds`).
 
     Each of ``META.ROUNDS * META.TASKS`` runs starts from its own phi and evaluates AP50 on ``METRIC.SET``
     ``METRIC.EVALS`` times. Several processes take the runs of a round in turn, each as if it were alone, so f does not

@@ -15,9 +15,7 @@ from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.method import METHODS, check_known, now
 from metricopt_ext.experiment.run_config import SHARE, SOUP, SOUPS, VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_points, print_table
-from metricopt_ext.methods.paper.algorithm1 import END_QUERIES, Algorithm1
 from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.paper.recipe_settings import START_QUERIES
 from metricopt_ext.methods.starts import divided
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
@@ -160,7 +158,7 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, at_once: int, wo
 
 
 def planned(
-    strategy: GuidedTrustRegion | Recipe | Algorithm1,
+    strategy: GuidedTrustRegion | Recipe,
     config: RunConfig,
     dim: int,
     population: int,
@@ -188,20 +186,12 @@ def planned(
         rows = [
             ("rounds", f"{strategy.rounds} of {counted(tasks, 'task')}"),
             ("tasks", f"{strategy.rounds * tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
-            ("then", f"{tried} queries to choose settings, {START_QUERIES} for the start and its guard"),
+            ("then", f"{tried} queries to choose settings, {strategy.start_queries} for the start and its guard"),
         ]
         wide = (strategy.rounds * waves(tasks) + waves(tried)) * strategy.steps
         # The guard's ends: by the loss alone, by f, and by each half's f.
-        queried = collected + tried + START_QUERIES
-        return rows, Work(queried, 4 * strategy.steps, wide, min(tasks, population))
-    if isinstance(strategy, Algorithm1):
-        tasks = strategy.tasks(config.queries)
-        rows = [
-            ("tasks", f"{tasks} of {counted(strategy.steps, 'step')}, {strategy.evals} queries each"),
-            ("then", f"{END_QUERIES} queries for the guard"),
-        ]
-        queried, wide = tasks * strategy.evals + END_QUERIES, waves(tasks) * strategy.steps
-        return rows, Work(queried, 2 * strategy.steps, wide, min(tasks, population))
+        queried, ends = collected + tried + strategy.start_queries, strategy.start_queries - 1
+        return rows, Work(queried, ends * strategy.steps, wide, min(tasks, population))
     fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
     soups = [name for name in config.starts if name in SOUPS]
     starts = 1 + len(fixed.keys() - {"start"}) + len(soups) + ("loss_finetune" in config.starts)
@@ -244,7 +234,7 @@ def known_queries(config: RunConfig, methods: Sequence[str]) -> dict[str, int]:
     return {name: queries for name, queries in known.items() if name in methods}
 
 
-def besides(config: RunConfig, methods: Sequence[str], strategy: GuidedTrustRegion | Recipe | Algorithm1) -> Work:
+def besides(config: RunConfig, methods: Sequence[str], strategy: GuidedTrustRegion | Recipe) -> Work:
     """Return what is not MetricOpt's: loss finetunes, curves along them, and the ends of others that ask queries."""
     paths = [name for name in ("loss_finetune", "loss_finetune_validation") if name in methods]
     points, steps = len(paths) * (config.finetune.steps + 1), len(paths) * config.finetune.steps

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.brought_sections import either, methods_bringing
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
 from metricopt_ext.methods.paper.joint import AlgorithmS1
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.config import config_section, known_keys
@@ -50,7 +49,7 @@ class MethodConfig:
 
     name: str = ""
 
-    def build(self, finetune: FinetuneConfig) -> GuidedTrustRegion | Recipe | Algorithm1:
+    def build(self, finetune: FinetuneConfig) -> GuidedTrustRegion | Recipe:
         """Return the method.
 
         Args:
@@ -107,11 +106,8 @@ class PaperSettings:
 
     def build(self, finetune: FinetuneConfig) -> Algorithm1:
         """Return the algorithm; see `MethodConfig.build`."""
-        from metricopt_ext.value.interpolation import GaussianProcessLabels
-
-        as_printed: dict[str, Any] = {"labels": GaussianProcessLabels(), "learner": ReptileLearner.paper()}
         with config_section(self.SECTION):
-            return Algorithm1(steps=finetune.steps, evals=self.evals, lr=finetune.lr, **as_printed)
+            return Algorithm1(steps=finetune.steps, evals=self.evals, lr=finetune.lr)
 
 
 @dataclass

@@ -28,7 +28,6 @@ from metricopt_ext.experiment.method_config import (
 )
 from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.methods.guard import deviates
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
 from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -256,12 +255,12 @@ class RunConfig:
                     " search_queries, or leave it out"
                 )
         if self.learned:
-            self.learned.build(self.finetune).iterations(self.queries)
+            self.learned.build(self.finetune).size(self.queries, dim)
         if self.paper:
-            self.paper.build(self.finetune).tasks(self.queries)
+            self.paper.build(self.finetune).size(self.queries, dim)
         self.build_strategy().size(self.queries, dim, self._fixed_starts)
 
-    def build_strategy(self) -> GuidedTrustRegion | Recipe | Algorithm1:
+    def build_strategy(self) -> GuidedTrustRegion | Recipe:
         """Return how MetricOpt works.
 
         Raises:

@@ -1,10 +1,9 @@
 """What a run did, in the metric's own units and in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic
 
-import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
@@ -15,10 +14,8 @@ from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.outcomes import Outcomes
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.learned import UpdateRule
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import correlation_of_halves
-from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.gp import GPValueFunction
@@ -312,23 +309,4 @@ def outcome(
         "verdict": verdict,
         "outcomes": outcomes,
         "elsewhere": {name: each for name, each in others.items() if each},
-    }
-
-
-def of_learner(candidates: Mapping[str, Evaluation], origin: Tensor, store: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the fields of a `Result` that follow from a learner's origin and from the trajectories that it observed.
-
-    Args:
-        candidates: Evaluations by name, ``"start"`` among them.
-        origin: phi = 0, ``d``, from where it begins.
-        store: The trajectories.
-    """
-    starts = [each.evaluations[0] for each in store if each.observed[0] == 0 and each.halves is not None]
-    return {
-        "starts": {"start": candidates["start"].value},
-        "started_at": "start",
-        "candidates": {"start": Start(origin)},
-        "split_half": correlation_of_halves(stacked_halves(starts)),
-        "points": torch.cat([trajectory.observed_phi for trajectory in store]),
-        "costs": tuple(cost for trajectory in store for cost in trajectory.cost.tolist()),
     }

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import value_plots
+from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.paper.tuning import finetune, metric_policy
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.value.learning import NeuralLearner
@@ -21,7 +21,7 @@ def test_draws_every_picture_that_the_value_function_has(quadratic: Callable[...
     task = quadratic(dtype=torch.float32)
     recipe = Recipe(steps=8, evals=4, rounds=2, folds=2, trials=0, learner=NeuralLearner(iterations=30))
     result = optimize_metric(task, queries=80, strategy=recipe, callback=Callback())
-    paths = {"metricopt": finetune(task, metric_policy(result.fit.f, recipe, (0.3, 0.3)), 8, 0)}
+    paths = {"metricopt": finetune(task, recipe.policy(result.fit.f, (0.3, 0.3)), 8, 0)}
     aside = task.judged_by(task.metric.with_settings())
     drawn = value_plots.draw_value_function(aside, result, paths, tmp_path, grid=5)
     assert {path.name for path in drawn} == {path.name for path in tmp_path.iterdir()}

@@ -8,7 +8,7 @@ import pytest
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.experiment.report import Report
-from metricopt_ext.methods.paper.recipe_settings import StepWeights
+from metricopt_ext.methods.paper.recipe import StepWeights
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 

@@ -151,7 +151,7 @@ def test_what_takes_long_is_said_before_it_begins_and_not_done_twice(
         ),
         (
             {"method": PAPER},
-            ["tasks 19 of 10 steps, 3 queries each", "then 3 queries for the guard", "MetricOpt 60 of 60 at most"],
+            ["tasks 19 of 10 steps, 3 queries each", "3 for the start and its guard", "MetricOpt 60 of 60 at most"],
         ),
     ],
 )

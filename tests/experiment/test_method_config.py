@@ -10,11 +10,9 @@ from metricopt_ext.experiment.cli import experiment_of
 from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig
 from metricopt_ext.experiment.own_metric import OwnMetricConfig
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.utils.config import load_config
-from metricopt_ext.value.interpolation import GaussianProcessLabels
 from metricopt_ext.value.reptile import ReptileLearner
 
 
@@ -30,8 +28,7 @@ def test_each_method_is_built_from_the_settings() -> None:
 
     assert built() == built("method.name=search") == GuidedTrustRegion()
     assert built("method.name=recipe", "method.evals=3") == Recipe(steps=7, lr=0.2, evals=3)
-    as_printed = {"learner": ReptileLearner.paper(), "labels": GaussianProcessLabels()}
-    of_paper = Algorithm1(steps=7, lr=0.2, evals=3, **as_printed)
+    of_paper = Algorithm1(steps=7, lr=0.2, evals=3)
     assert built("method.name=paper", "method.evals=3") == of_paper
     beside = load_config(RunConfig, None, ["methods=[metricopt_paper]", "paper.evals=3"])
     assert beside.paper is not None

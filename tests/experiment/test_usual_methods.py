@@ -20,7 +20,7 @@ from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.evaluating import searched
-from metricopt_ext.methods.paper.tuning import FRESH
+from metricopt_ext.methods.paper.following import FRESH
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
@@ -132,7 +132,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
     assert reached.queries_per_start == expected.queries_per_start == 5
     kept = load_update_rule(tmp_path / "metricopt_learned" / "update_rule.safetensors")
-    assert torch.equal(kept.weights, expected.details.learned.rule.weights)
+    assert torch.equal(kept.weights, expected.details.rule.weights)
     resumed = variant("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True, callback=Callback())
     (again,) = resumed({}).run(quadratic(3))
     assert torch.equal(again.path, reached.path)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The record of a seed, with all that one may hold."""
 
 from metricopt_ext.experiment.record import Outcome, SeedRecord
-from metricopt_ext.methods.paper.recipe_settings import StepWeights
+from metricopt_ext.methods.paper.recipe import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality

@@ -30,9 +30,8 @@ from metricopt_ext import (
 from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
 from metricopt_ext.methods.paper.joint import AlgorithmS1
-from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe, RecipeDetails
 from metricopt_ext.search.direct import CMAES, GuidedES
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned

@@ -135,7 +135,7 @@ RECIPES: dict[str, Any] = {"steps": 11, "lr": 0.2, "trials": 0, "learner": Quadr
 # What is named, what changes in the task, and the arguments of the first run and of the second.
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     *((key, None, {"strategy": RECIPE}, {"strategy": replace(RECIPE, **{key: new})}) for key, new in RECIPES.items()),
-    ("learned.rate", None, {"strategy": S1}, {"strategy": replace(S1, rate=0.5)}),
+    ("rate", None, {"strategy": S1}, {"strategy": replace(S1, rate=0.5)}),
     ("", None, {"strategy": RECIPE}, {"strategy": CMAES()}),
     ("", None, {"strategy": CMAES()}, {"strategy": RECIPE}),
     ("tasks", None, {"strategy": RECIPE}, {"strategy": RECIPE, "queries": 53}),

@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 import pytest
 
 from helpers.quadratics import QuadraticLearner
-from metricopt_ext.methods.paper.algorithm1 import Algorithm1
 from metricopt_ext.methods.paper.joint import AlgorithmS1
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from testers.strategy import StrategyTester
 

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
-from metricopt_ext.methods.result import of_learner
 from metricopt_ext.tasks.evaluation import Evaluation, Pairs
 from metricopt_ext.tasks.split_half import (
     chance_of_gain,
@@ -26,15 +24,6 @@ def trajectory(round: int, observed: list[int], halves: list[list[float]] | None
     pairs: list[Pairs] = [()] * len(observed) if halves is None else [((a, b),) for a, b in halves]
     told = tuple(Evaluation(0.0, pairs=each) for each in pairs)
     return Trajectory(round, 0, torch.zeros(steps + 1, 2), torch.zeros(steps), torch.tensor(observed), told)
-
-
-def test_correlation_is_that_of_the_starts() -> None:
-    rng = np.random.default_rng(0)
-    halves = rng.normal(size=(30, 1)) + 0.5 * rng.normal(size=(30, 2))
-    trajectories = [trajectory(i % 3, [0, 10], [list(pair), [9.0, -9.0]]) for i, pair in enumerate(halves)]
-    start = {"start": Evaluation(0.0)}
-    found = of_learner(start, torch.zeros(2), trajectories)
-    assert found["split_half"] == pytest.approx(spearmanr(*halves.T).statistic)
 
 
 def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:

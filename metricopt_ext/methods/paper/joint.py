@@ -8,19 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.guard import decide_among
-from metricopt_ext.methods.paper.algorithm1 import END_QUERIES
-from metricopt_ext.methods.paper.tuning import FRESH, evaluate_ends, finetune
-from metricopt_ext.methods.result import Details, Result, of_learner, outcome
-from metricopt_ext.methods.strategy import Context, LearningStrategy
-from metricopt_ext.runtime.identity import described
+from metricopt_ext.methods.paper.following import (
+    END_QUERIES,
+    FRESH,
+    LearnerDetails,
+    TrajectoryLearner,
+    Tuned,
+    finetune,
+    guarded,
+)
+from metricopt_ext.methods.paper.recipe import gaussian_process_labels
+from metricopt_ext.methods.strategy import Context
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, combine, gradient_samples, unroll
 from metricopt_ext.search.optimizer import LossStep
@@ -49,35 +54,22 @@ LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class LearnedDetails(Details):
+class LearnedDetails(LearnerDetails):
     """What `AlgorithmS1` has to tell.
 
     Attributes:
-        loss_finetune: Metric after the same number of steps on the loss alone.
-        learned: The optimizer, and the value function that trained it.
+        rule: The optimizer.
     """
 
-    finetunes: ClassVar[bool] = True
-
-    loss_finetune: float
-    learned: "JointlyLearned"
-
-    def lines(self, result: Result[Any]) -> list[str]:
-        """Return how good f is."""
-        quality = self.learned.f.quality
-        return [f"value function ({self.learned.f.kind}): {quality}"]
-
-    def beside(self) -> str:
-        """Return what the loss alone comes to."""
-        return f" (loss-only {self.loss_finetune:.4f})"
+    rule: UpdateRule
 
     def products(self) -> dict[str, UpdateRule]:
         """Return the optimizer, by the name of its file."""
-        return {"update_rule": self.learned.rule}
+        return {"update_rule": self.rule}
 
 
 @dataclass(frozen=True)
-class AlgorithmS1(LearningStrategy[LearnedDetails]):
+class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -139,11 +131,10 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
             ValueError: A value is rejected; the message gives it.
         """
         check_integer(1, steps=self.steps, tasks=self.tasks, updates=self.updates, replay=self.replay)
-        check_integer(2, evals=self.evals, hidden=self.hidden, pairs=self.pairs)  # two pairs, to measure variances
+        check_integer(2, hidden=self.hidden, pairs=self.pairs)  # two pairs, to measure variances
         check_at_least(0, start_std=self.start_std)
         check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step, lr=self.lr)
-        if self.evals > self.steps + 1:
-            raise ValueError(f"evals is {self.evals}; it must be from 2 (both ends) to steps + 1 = {self.steps + 1}")
+        observation_steps(self.steps, self.evals, 0, 0)  # refuses what it can't draw
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
         if self.replay < self.tasks:
@@ -160,76 +151,51 @@ class AlgorithmS1(LearningStrategy[LearnedDetails]):
     @classmethod
     def paper(cls, steps: int = 200, evals: int = 10) -> "AlgorithmS1":
         """Return what is printed: a task at a time, Gaussian-process labels, f by one step of SGD with hard mining."""
-        from metricopt_ext.value.interpolation import GaussianProcessLabels  # gpytorch is slow to import
-
-        return cls(
-            steps=steps,
-            evals=evals,
-            tasks=1,
-            value=ReptileLearner.paper(),
-            labels=GaussianProcessLabels(),
-        )
+        value, labels = ReptileLearner.paper(), gaussian_process_labels()
+        return cls(steps=steps, evals=evals, tasks=1, value=value, labels=labels)
 
     @property
     def start_queries(self) -> int:
         """Queries of a start: what the optimizer sees on its way, and the ends."""
         return END_QUERIES + (self.evals - 1 if self.sees_metric else 0)
 
-    def iterations(self, queries: int) -> int:
-        """Return the number of meta-iterations that a budget allows, one start's queries kept.
-
-        Raises:
-            BudgetError: Fewer than `LEAST_ITERATIONS`; the message says how many queries are needed.
-        """
+    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
+        """Return the number of meta-iterations, one start's queries kept (see `LearningStrategy`)."""
         each = self.tasks * self.evals
-        iterations = (queries - self.start_queries) // each
+        iterations = (evaluations - self.start_queries) // each
         if iterations < LEAST_ITERATIONS:
             raise BudgetError(
-                f"{queries} queries are too few for {LEAST_ITERATIONS} meta-iterations of"
+                f"{evaluations} queries are too few for {LEAST_ITERATIONS} meta-iterations of"
                 f" {counted(self.tasks, 'task')} with {counted(self.evals, 'observation')} each and"
                 f" {self.start_queries} for the start: give at least {self.start_queries + LEAST_ITERATIONS * each},"
                 " or fewer tasks or evals"
             )
-        return iterations
+        return {"iterations": iterations}
 
-    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
-        """Return the number of meta-iterations (see `LearningStrategy`)."""
-        return {"iterations": self.iterations(evaluations)}
-
-    def identity(self) -> dict[str, Any]:
-        """Return the settings, parts by their descriptions (see `LearningStrategy`)."""
-        return {"learned": {name: described(value) for name, value in vars(self).items()}}
-
-    def run(self, context: Context) -> Result[LearnedDetails]:
-        """Learn f, follow it, and let the guard decide (see `LearningStrategy`)."""
-        callback, seed = context.callback, context.seed
-        with context.folder.counted(context.task, context.queries) as task:
-            store, ledger = context.folder.trajectories, task.metric.ledger
-            context.retell(task, store)
-            learned = self.meta_train(
-                task,
-                iterations=context.size["iterations"],
-                seed=seed,
-                store=store,
-                checkpoint=context.folder.joint_training,
-                callback=callback,
-            )
-            before = ledger.spent
-            callback.stage("meta-test")
-            path = self.meta_test(task, learned.rule, task.origin(), seed=seed)
-            loss_only = finetune(task, LossStep(self.lr), self.steps, seed)[-1]
-            ends = {"start": task.origin(), "loss_finetune": loss_only, "learned": path[-1]}
-            evaluated = evaluate_ends(task, ends)
-        decision = decide_among(evaluated, evaluations_where_used(list(store)), context.confidence)
-        return Result(
-            **outcome(task.metric, evaluated, decision, ends),
-            **of_learner(evaluated, task.origin(), list(store)),
-            queries=dict(ledger.spent_on),
-            queries_per_start=ledger.spent - before,
-            fit=Fit(learned.f),
-            path=path,
-            details=LearnedDetails(evaluated["loss_finetune"].value, learned),
+    def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, UpdateRule]:
+        """Return f and the optimizer (see `TrajectoryLearner`)."""
+        learned = self.meta_train(
+            task,
+            iterations=context.size["iterations"],
+            seed=context.seed,
+            store=store,
+            checkpoint=context.folder.joint_training,
+            callback=context.callback,
         )
+        return Fit(learned.f, visited=evaluations_where_used(learned.trajectories)), learned.rule
+
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Context) -> Tuned:
+        """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
+        context.callback.stage("meta-test")
+        path = self.meta_test(task, learned, task.origin(), seed=context.seed)
+        loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)
+        return guarded(task, "learned", path, loss_only, fit.visited, confidence=context.confidence)
+
+    def details(
+        self, loss_finetune: float, trajectories: tuple[Trajectory, ...], learned: UpdateRule
+    ) -> LearnedDetails:
+        """Return what it has to tell (see `TrajectoryLearner`)."""
+        return LearnedDetails(loss_finetune, trajectories, learned)
 
     def new_rule(self, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with."""

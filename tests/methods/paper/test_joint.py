@@ -16,8 +16,8 @@ from metricopt_ext import (
     load_value_function,
     optimize_metric,
 )
+from metricopt_ext.methods.paper.following import FRESH
 from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1, LearnedDetails
-from metricopt_ext.methods.paper.tuning import FRESH
 from metricopt_ext.search.learned import LearnedObjective, LearnedOptimizer, combine, load_update_rule, unroll
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator
@@ -248,6 +248,6 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     assert result.queries_per_start == per_start
     assert torch.equal(result.path[-1], result.ends["learned"])
     kept = load_update_rule(tmp_path / "update_rule.safetensors")
-    assert torch.equal(kept.weights, result.details.learned.rule.weights)
+    assert torch.equal(kept.weights, result.details.rule.weights)
     f = load_value_function(tmp_path / "value_function.safetensors")
-    assert torch.equal(f(result.path), result.details.learned.f(result.path))
+    assert torch.equal(f(result.path), result.fit.f(result.path))

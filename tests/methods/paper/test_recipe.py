@@ -19,10 +19,15 @@ from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import judge
-from metricopt_ext.methods.paper.recipe import Recipe, RecipeDetails
-from metricopt_ext.methods.paper.recipe_settings import LEAST_TASKS, START_QUERIES
-from metricopt_ext.methods.paper.rounds import meta_train
-from metricopt_ext.methods.paper.tuning import FRESH, finetune, metric_policy, tune_start
+from metricopt_ext.methods.paper.following import FRESH, finetune
+from metricopt_ext.methods.paper.recipe import (
+    LEAST_TASKS,
+    GuidedESSteps,
+    Recipe,
+    RecipeDetails,
+    meta_train,
+    tune_start,
+)
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.trajectories import TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
@@ -55,6 +60,10 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
         ("learner", "neural", ("learner", "neural", "NeuralLearner()")),
         ("learner", QuadraticLearner, ("learner", "QuadraticLearner")),
         ("labels", GaussianProcessLabels, ("labels", "GaussianProcessLabels")),
+        ("follow", GuidedESSteps, ("follow", "GuidedESSteps")),
+        ("optimizer", "lbfgs", ("optimizer", "lbfgs", "adam")),
+        ("ends", "both", ("ends", "both", "random")),
+        ("ensemble", "no", ("ensemble", "no")),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(name: str, value: Any, names: tuple[str, ...]) -> None:
@@ -73,18 +82,19 @@ def test_explored_settings_are_uniform_weights_and_log_uniform_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "choice"),
+    ("change", "choice", "start"),
     [
-        ({}, 6),
-        ({"trials": 0}, 3),
-        ({"trials": 4}, 15),
-        ({"settings": ((0.0, 0.1),)}, 0),  # nothing to choose
+        ({}, 6, 5),
+        ({"trials": 0}, 3, 5),
+        ({"trials": 4}, 15, 5),
+        ({"settings": ((0.0, 0.1),)}, 0, 5),  # nothing to choose
+        ({"ensemble": False}, 6, 3),  # no cross-check
     ],
 )
-def test_queries_that_are_planned_besides_collection(change: dict[str, Any], choice: int) -> None:
+def test_queries_that_are_planned_besides_collection(change: dict[str, Any], choice: int, start: int) -> None:
     recipe = replace(RECIPE, **change)
-    assert recipe.choice_queries == choice
-    fixed, per_task = choice + 5, 2 * 3  # two rounds of three observations
+    assert (recipe.choice_queries, recipe.start_queries) == (choice, start)
+    fixed, per_task = choice + start, 2 * 3  # two rounds of three observations
     for tasks in (4, 7, 50):
         assert recipe.tasks_per_round(fixed + tasks * per_task) == tasks
         assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1) == tasks
@@ -169,7 +179,7 @@ def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..
     starts = [task.origin(), *(task.starts(recipe.start_std, 0, [index])[0] for index in indices)]
     means = {}
     for setting in settings:
-        policy = metric_policy(result.fit.f, recipe, setting)
+        policy = recipe.policy(result.fit.f, setting)
         ends = [
             rollout(task, start[None], policy, steps=10, seed=0, indices=[index])[0][0, -1]
             for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
@@ -227,10 +237,10 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     assert fit.f.trusted
     spent = task.metric.ledger.spent
     tuned = tune_start(task, fit, recipe=ALONE, setting=(0.2, 0.3), start=start, index=FRESH + 5, seed=2)
-    expected = finetune(task, metric_policy(fit.f, ALONE, (0.2, 0.3)), 10, 2, start, FRESH + 5)
+    expected = finetune(task, ALONE.policy(fit.f, (0.2, 0.3)), 10, 2, start, FRESH + 5)
     assert torch.equal(tuned.ends["start"], expected[0])
     assert torch.equal(tuned.ends["metricopt"], expected[-1])
-    assert tuned.chosen == tuned.best == min(tuned.ends, key=lambda name: task.true_cost(tuned.ends[name]))
+    assert tuned.chosen == min(tuned.ends, key=lambda name: task.true_cost(tuned.ends[name]))
     assert task.metric.ledger.spent - spent == task.metric.ledger.spent_on["guard"] == 3
     assert not task.adapter.phi.any()  # as it was
 
@@ -257,32 +267,42 @@ def test_an_f_of_another_adapter_is_refused_before_any_query(quadratic: Callable
     assert task.queries > spent
 
 
-@pytest.mark.parametrize("trusted", [True, False])
-def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
-    """Each half has a goal of its own: what f gains on one is partly lost on the other, its own f trusted or not."""
-    task = quadratic(dtype=torch.float32)
+def halved(task: Any) -> tuple[Any, list[Tensor]]:
+    """A task whose metric's halves have a goal each, and these."""
     goals = [task.goal + 0.4, task.goal - 0.4]
 
     def metric(model: Any) -> Any:
         halves = tuple(float(((model.metricopt.phi - goal) ** 2).sum()) for goal in goals)
         return sum(halves) / 2, halves
 
-    task = replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance"))
+    return replace(task, metric=Metric(metric, maximize=False, bounds=None, name="distance")), goals
+
+
+def test_the_correlation_of_halves_is_that_of_the_starts(quadratic: Callable[..., Any]) -> None:
+    result = go(halved(quadratic())[0])
+    starts = [trajectory.evaluations[0].halves for trajectory in result.details.trajectories]
+    assert result.split_half == pytest.approx(scipy.stats.spearmanr(*np.transpose(starts)).statistic)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], trusted: bool) -> None:
+    """What f gains on one half is partly lost on the other, its own f trusted or not."""
+    task, goals = halved(quadratic(dtype=torch.float32))
     fit = learned(task)
     before = task.metric.ledger.spent
-    ends = [finetune(task, metric_policy(f, ALONE, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
+    ends = [finetune(task, ALONE.policy(f, (0.2, 0.3)), 10, 0)[-1] for f in fit.half_fits]
     if not trusted:
         for f in fit.half_fits:
             f.quality = None
     tuned = tune_start(task, fit, recipe=ALONE, setting=(0.2, 0.3))
-    assert task.metric.ledger.spent - before == 5 == START_QUERIES
+    assert task.metric.ledger.spent - before == 5 == ALONE.start_queries
     a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
     crossed = float((a[1] - a[0]) + (b[0] - b[1])) / 4
     others = [tuned.evaluations[name] for name in ("loss_finetune", "metricopt")]
     by_halves = judge(tuned.evaluations["start"], tuned.evaluations["metricopt"], [*fit.visited, *others]).optimism
     assert tuned.verdict.optimism == pytest.approx(max(crossed, by_halves), rel=1e-5)
     assert crossed > 0.05
-    assert torch.equal(tuned.ends["metricopt"], finetune(task, metric_policy(fit.f, ALONE, (0.2, 0.3)), 10, 0)[-1])
+    assert torch.equal(tuned.ends["metricopt"], finetune(task, ALONE.policy(fit.f, (0.2, 0.3)), 10, 0)[-1])
 
 
 def test_finetuning_is_gradient_descent_on_fresh_batches_and_asks_nothing(quadratic: Callable[..., Any]) -> None:

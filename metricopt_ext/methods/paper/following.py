@@ -1,0 +1,170 @@
+"""What the paper's learners share: finetune a start under what was learned, and keep the end if the guard agrees."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from metricopt_ext.adapters.start import Start
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, Verdict, decide_among
+from metricopt_ext.methods.result import Details, Result, outcome
+from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.runtime.identity import described
+from metricopt_ext.runtime.progress import Callback
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.split_half import correlation_of_halves, optimism_of_gain
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, rollout
+from metricopt_ext.utils.words import decimals
+from metricopt_ext.value.fitting import Fit
+
+# Task indices from here on are never used in collection, so finetuning gets fresh starts and batches.
+FRESH = 1_000_000
+
+# Queries of a start's guard: the start, the loss-only end, and the end under what was learned.
+END_QUERIES = 3
+
+
+@dataclass(frozen=True)
+class LearnerDetails(Details):
+    """What a learner has to tell.
+
+    Attributes:
+        loss_finetune: Metric after the same number of steps on the loss alone.
+        trajectories: The trajectories that f was learned from.
+    """
+
+    finetunes: ClassVar[bool] = True
+
+    loss_finetune: float
+    trajectories: tuple[Trajectory, ...]
+
+    def lines(self, result: Result[Any]) -> list[str]:
+        """Return how good f is, and how much the metric's halves have in common."""
+        assert result.fit is not None
+        known = not math.isnan(result.split_half)
+        halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
+        return [f"value function ({result.fit.f.kind}): {result.quality}{halves}"]
+
+    def beside(self) -> str:
+        """Return what the loss alone comes to."""
+        return f" (loss-only {decimals(self.loss_finetune)})"
+
+
+Own = TypeVar("Own", bound=LearnerDetails)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of tuning a start.
+
+    Attributes:
+        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, and the end under what
+            was learned, ``"metricopt"`` of a recipe.
+        evaluations: The metric's evaluation of each of them.
+        chosen: The candidate to keep.
+        verdict: What the guard thinks of the best of the others than the start.
+        path: The phi visited from the start to the end under what was learned, ``(T + 1) x d``.
+    """
+
+    ends: dict[str, Tensor]
+    evaluations: dict[str, Evaluation]
+    chosen: str
+    verdict: Verdict
+    path: Tensor
+
+
+class TrajectoryLearner(LearningStrategy[Own]):
+    """A strategy that learns from trajectories, finetunes phi under what it learned, and has the guard decide."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, by their descriptions (see `LearningStrategy`)."""
+        return {name: described(value) for name, value in vars(self).items()}
+
+    @abstractmethod
+    def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, Any]:
+        """Return f, and what else there is to follow from a start."""
+
+    @abstractmethod
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: Context) -> Tuned:
+        """Tune phi = 0 under what was learned."""
+
+    @abstractmethod
+    def details(self, loss_finetune: float, trajectories: tuple[Trajectory, ...], learned: Any) -> Own:
+        """Return what it has to tell."""
+
+    def run(self, context: Context) -> Result[Own]:
+        """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
+        with context.folder.counted(context.task, context.queries) as task:
+            store, ledger = context.folder.trajectories, task.metric.ledger
+            context.retell(task, store)
+            fit, learned = self.learn(task, store, context)
+            before = ledger.spent
+            tuned = self.tuned(task, fit, learned, context)
+        values, seen = tuned.evaluations, tuple(store)
+        starts = [each.evaluations[0] for each in seen if each.observed[0] == 0 and each.halves is not None]
+        return Result(
+            **outcome(task.metric, values, Decision(tuned.chosen, tuned.verdict), tuned.ends),
+            starts={"start": values["start"].value},
+            started_at="start",
+            candidates={"start": Start(task.origin())},
+            split_half=correlation_of_halves(stacked_halves(starts)),
+            points=torch.cat([each.observed_phi for each in seen]),
+            costs=tuple(cost for each in seen for cost in each.cost.tolist()),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            fit=fit,
+            path=tuned.path,
+            details=self.details(values["loss_finetune"].value, seen, learned),
+        )
+
+
+def guarded(
+    task: FinetuneTask,
+    name: str,
+    path: Tensor,
+    loss_only: Tensor,
+    visited: Sequence[Evaluation],
+    *,
+    crossed: Sequence[Tensor] = (),
+    confidence: float = CONFIDENCE,
+) -> Tuned:
+    """Keep the end of a path from a start, that of the loss alone, or the start; a query for each that differs.
+
+    Args:
+        task: Model and metric.
+        name: Of the path's end among the candidates.
+        path: The phi visited from the start on, ``(T + 1) x d``.
+        loss_only: Those of the same number of steps on the loss alone.
+        visited: The metric's evaluations made before, where finetuning goes.
+        crossed: Ends found with half of the metric's data each, ``d``; a query each tells how optimistic the gain is.
+        confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
+    """
+    ends = {"start": path[0], "loss_finetune": loss_only[-1], name: path[-1]}
+    evaluations: dict[str, Evaluation] = {}
+    for end, phi in ends.items():
+        same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
+        evaluations[end] = evaluations[same] if same else task.evaluate(phi, "guard", f"end guard, {end}")
+    halves = [task.evaluate(phi, "guard", f"cross-check, half {half}") for half, phi in enumerate(crossed)]
+    decision = decide_among(evaluations, visited, confidence, {name: optimism_of_gain(halves)})
+    return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
+
+
+def finetune(
+    task: FinetuneTask,
+    policy: Policy,
+    steps: int,
+    seed: int,
+    start: Tensor | None = None,
+    index: int = FRESH,
+    callback: Callback | None = None,
+) -> Tensor:
+    """Finetune one start, by default phi = 0, without any query; returns the visited phi, ``(steps + 1) x d``."""
+    phi = task.origin() if start is None else start
+    points, _ = rollout(task, phi[None], policy, steps=steps, seed=seed, indices=[index], callback=callback)
+    return points[0]
