@@ -177,14 +177,16 @@ verify-types: $(STAMP)  ## check that callers know the types of all that the pub
 SMOKE := out/benchmarks-smoke
 TOY := --config-file configs/classification/digits.yaml
 TINY := device=cpu seeds=1 workers=1 model.epochs=1 adapter.dim=4 population=8 finetune.steps=6
-RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0 'method.learners=[ridge]'
+RECIPE := method.name=recipe method.evals=3 method.rounds=2 method.folds=2 method.trials=0
+LEARNED := paper.evals=3 learned.evals=3 learned.tasks=2
 TABLE := data.name=breast_cancer data.positive=benign data.standardise=true shift.kind=none model.name=tabular_mlp metric.name=mcr \
 	adapter.kind=input_bias 'adapter.layers=[]'
 PUBLISHED := model.name=small_cnn 'adapter.layers=["norm*"]' model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
 
 benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
 	rm -rf $(SMOKE)
-	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'ridge alone' 'ES, 3 pairs' 'K = 2' --task configs/classification/digits.yaml $(TINY) $(RECIPE) queries=60
+	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'labels: linear' 'ES, 3 pairs' Adam 'K = 2' --task configs/classification/digits.yaml $(TINY) $(RECIPE) queries=60
+	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/paper --strategy paper --seeds 1 --workers 1 --changes Adam 'P = 12' 'ends at random' 'K = 100% of T' --task configs/classification/digits.yaml $(TINY) method.evals=3 queries=20
 	.venv/bin/python benchmarks/compare_starts.py --starts 1 --budgets 8 20 $(TOY) --output-dir $(SMOKE)/starts $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/gpu.py --smoke --device cpu --output $(SMOKE)/gpu.json
 	.venv/bin/python benchmarks/measure_ap50.py --images 20 --detections 30 --classes 4 --repeats 1 --output-dir $(SMOKE)/ap50
@@ -194,12 +196,14 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_cost.py --output-dir $(SMOKE)/cost --repeats 6
 	.venv/bin/python benchmarks/measure_recall.py --size 600 --dim 16 --k 120 --output-dir $(SMOKE)/recall
 	.venv/bin/python benchmarks/measure_scale.py --queries 20 --images 60
+	.venv/bin/python benchmarks/measure_scale.py --strategy recipe --queries 150 --images 60
 	.venv/bin/python benchmarks/measure_search.py --task classification $(TOY) --output-dir $(SMOKE)/search --budgets 20 $(TINY) seeds=2 queries=30
-	.venv/bin/python benchmarks/measure_transfer.py --task classification $(TOY) --output-dir $(SMOKE)/transfer --learners recipe --to model.name=measure_transfer:wide_cnn model.folder=benchmarks --both $(TINY) $(RECIPE) queries=60
+	.venv/bin/python benchmarks/measure_transfer.py --task classification $(TOY) --output-dir $(SMOKE)/transfer --learners recipe paper --to model.name=measure_transfer:wide_cnn model.folder=benchmarks --both $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/reproduce_figure3.py --output-dir $(SMOKE)/figure3 --tasks 4 6 --held-out 3 --starts 2 $(TABLE) metric.name=aucpr seeds=1 device=cpu model.epochs=5 adapter.dim=4 finetune.steps=6 method.evals=3
-	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r]' siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30
+	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r,metricopt_paper,metricopt_learned]' $(LEARNED) siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30
 	.venv/bin/python benchmarks/published_cifar.py --toy --output-dir $(SMOKE)/published
 	.venv/bin/python tools/compare.py --config-file benchmarks/configs/published/noise.yaml --output-dir $(SMOKE)/noise data.root=$(SMOKE)/published/noise.npz $(PUBLISHED)
+	.venv/bin/python benchmarks/value_plots.py --task classification $(TOY) --output-dir $(SMOKE)/pictures $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/ratios.py --smoke --output $(SMOKE)/ratios.json
 	.venv/bin/python benchmarks/summarise_siblings.py --run-dir $(SMOKE)/sibling
 	.venv/bin/python benchmarks/tabulate_runs.py $(SMOKE)/sibling --output-dir $(SMOKE)
