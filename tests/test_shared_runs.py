@@ -144,8 +144,8 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(forked: Any, tmp_path
 
     (alone,), files = results(1)
     assert alone["ends"]["holdout"]["aside"].keys() == {"start", "search"}
-    # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer, and its training.
-    assert len(files) == 11 + 9 + 16 + 12 + 10 + 2
+    # Adapters, functions, the trajectories of recipe, paper and learned; the learned optimizer.
+    assert len(files) == 11 + 9 + 16 + 12 + 10 + 1
     changed, tried = alone["ends"]["settings"]["settings"]
     assert changed.keys() == {"shift"}
     assert len(tried) == 3

@@ -22,7 +22,6 @@ from metricopt_ext.utils.files import read_json, remove_unfinished
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "log.jsonl", "holdout.jsonl"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
-JOINT_TRAINING = "joint_training.safetensors"
 
 
 class RunFolder:
@@ -48,11 +47,6 @@ class RunFolder:
         store = TrajectoryStore(folder, self.identity)
         store.check = self.check_held
         return store
-
-    @property
-    def joint_training(self) -> Path | None:
-        """The file of the state in which an optimizer and f are learned; None without a folder."""
-        return None if self.path is None else self.path / JOINT_TRAINING
 
     @contextmanager
     def writing(self, resume: bool) -> Iterator[None]:

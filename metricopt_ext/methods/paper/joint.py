@@ -4,10 +4,9 @@ The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric a
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,14 +26,12 @@ from metricopt_ext.methods.paper.following import (
 from metricopt_ext.methods.paper.recipe import gaussian_process_labels
 from metricopt_ext.methods.strategy import Context
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.learned import CostAt, LearnedObjective, UpdateRule, combine, gradient_samples, unroll
+from metricopt_ext.search.learned import LearnedObjective, UpdateRule, combine, gradient_samples, unroll
 from metricopt_ext.search.optimizer import LossStep
-from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
-from metricopt_ext.utils.files import check_tensors, content_of, read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import brief, counted
 from metricopt_ext.value.fitting import Fit, measure
@@ -44,8 +41,6 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 
 Estimator = Literal["combined", "score"]
 ESTIMATORS = get_args(Estimator)
-
-CHECKPOINT_FORMAT = "metricopt_ext/joint_training/2"
 
 # Task indices from here on are unrolled to train the optimizer, and never observed.
 UNROLLED = 2 * FRESH
@@ -174,15 +169,9 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
 
     def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, UpdateRule]:
         """Return f and the optimizer (see `TrajectoryLearner`)."""
-        learned = self.meta_train(
-            task,
-            iterations=context.size["iterations"],
-            seed=context.seed,
-            store=store,
-            checkpoint=context.folder.joint_training,
-            callback=context.callback,
-        )
-        return Fit(learned.f, visited=evaluations_where_used(learned.trajectories)), learned.rule
+        settings = {"iterations": context.size["iterations"], "seed": context.seed}
+        rule, fit = self.meta_train(task, **settings, store=store, callback=context.callback)
+        return fit, rule
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Context) -> Tuned:
         """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
@@ -199,13 +188,8 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
 
     def new_rule(self, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with."""
-        return UpdateRule(
-            hidden=self.hidden,
-            step=self.step,
-            sees_loss=self.sees_loss,
-            sees_metric=self.sees_metric,
-            seed=seed,
-        )
+        sees = {"sees_loss": self.sees_loss, "sees_metric": self.sees_metric}
+        return UpdateRule(hidden=self.hidden, step=self.step, seed=seed, **sees)
 
     def meta_train(
         self,
@@ -214,9 +198,8 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         iterations: int,
         seed: int = 0,
         store: TrajectoryStore | None = None,
-        checkpoint: Path | None = None,
         callback: Callback | None = None,
-    ) -> "JointlyLearned":
+    ) -> tuple[UpdateRule, Fit]:
         """Learn an optimizer and the value function that trains it (lines 1-9).
 
         Args:
@@ -224,9 +207,11 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
             iterations: Number of meta-iterations.
             seed: Seed of all draws.
             store: Keeps the trajectories; those already in it are not observed again.
-            checkpoint: File of the state after each meta-iteration, from which a run continues; None for none. Of ranks
-                that share the work, the first alone reads and writes it.
             callback: Notified of progress.
+
+        Returns:
+            The optimizer, frozen, and f, adapted to the last tasks; its ``quality`` is of what it predicted along the
+            later half of the trajectories before it had seen them.
 
         Raises:
             ValueError: ``iterations`` is not an integer of at least 1.
@@ -238,18 +223,38 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         check_integer(1, iterations=iterations)
         if self.estimator != "score":  # before a query is spent
             task.check_loss(seed, 2, differentiable=True)
-        training = _Training(self, task, iterations, seed, TrajectoryStore() if store is None else store)
-        if checkpoint is not None:
-            training.load(checkpoint)
-        callback = callback or Callback()
+        kept, callback = TrajectoryStore() if store is None else store, callback or Callback()
+        device = task.origin().device
+        rule = self.new_rule(seed).to(device)  # line 1
+        adam = torch.optim.Adam([rule.weights], self.rate)
+        f = NeuralValueFunction.drawn(task.dim, 1, generator(seed, "online reptile")).eval().requires_grad_(False)
+        weights = parameters_to_vector(f.parameters())  # f's meta-weights
+        labelled: list[Observations] = []  # of the latest meta-iterations
+        seen: list[Trajectory] = []
+        predicted: list[Tensor] = []
         with task.metric.calling(callback.answered):
-            while training.iteration < iterations:
-                if training.iteration % max(1, iterations // 10) == 0:
-                    callback.stage(f"optimizer {training.iteration}/{iterations}")
-                training.advance()
-                if checkpoint is not None:
-                    training.save(checkpoint)
-        return training.result()
+            for i in range(iterations):
+                if i % max(1, iterations // 10) == 0:
+                    callback.stage(f"optimizer {i}/{iterations}")
+                new = self.collect(task, rule, kept, iteration=i, seed=seed)  # line 3
+                seen += new
+                predicted.append(f(torch.cat([each.observed_phi for each in new])).detach().double())
+                labelled = [*labelled, self.labels(new)][-max(1, self.replay // self.tasks) :]  # line 4
+                data, rng = Observations.joined(labelled), generator(seed, "online reptile", i)
+                adapted = self.value.adapt(f, weights, data, len(new), rng)  # line 5
+                f.to(device)
+                for update in range(i * self.updates, (i + 1) * self.updates):  # line 6
+                    gradient = self.gradient(task, rule, f, seed=seed, update=update)
+                    rule.weights.grad = gradient * (self.clip / gradient.norm().clamp(min=self.clip))
+                    adam.step()
+                f.cpu()
+                weights = torch.lerp(weights, adapted, 1 - i / iterations)  # line 7
+        true, foreseen = torch.cat([each.cost for each in seen]), torch.cat(predicted)
+        trajectory = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(each.cost) for each in seen]))
+        late = trajectory >= len(seen) // 2
+        f.quality, f.signature = measure(foreseen[late], true[late], trajectory[late]), task.adapter.signature
+        fit = Fit(f.to(device), foreseen[late], true[late], evaluations_where_used(seen))
+        return rule.requires_grad_(False), fit  # line 9
 
     def meta_test(
         self, task: FinetuneTask, rule: UpdateRule, start: Tensor, *, seed: int = 0, index: int = FRESH
@@ -277,42 +282,40 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         return points[0]
 
     def collect(
-        self,
-        task: FinetuneTask,
-        rule: UpdateRule,
-        store: TrajectoryStore,
-        *,
-        iteration: int,
-        seed: int,
+        self, task: FinetuneTask, rule: UpdateRule, store: TrajectoryStore, *, iteration: int, seed: int
     ) -> list[Trajectory]:
         """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
         indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
-        kept = [store.get(iteration, index) for index in indices]
-        if None not in kept:
-            return [trajectory for trajectory in kept if trajectory is not None]
+        kept = {row: each for row, index in enumerate(indices) if (each := store.get(iteration, index)) is not None}
+        if len(kept) == self.tasks:
+            return list(kept.values())
         observed = [observation_steps(self.steps, self.evals, seed, index) for index in indices]
-        evaluations: list[list[Evaluation]] = [[] for _ in indices]
-        costs = torch.full((len(indices),), torch.nan, dtype=torch.float64)
+        told = {
+            (row, step): evaluation
+            for row, each in kept.items()
+            for step, evaluation in zip(each.observed.tolist(), each.evaluations, strict=True)
+        }
+        costs = torch.full((self.tasks,), torch.nan, dtype=torch.float64)
 
         def cost_at(phi: Tensor, step: int) -> Tensor:
-            for row, (steps, known) in enumerate(zip(observed, kept, strict=True)):
-                if step not in steps:
-                    continue
-                if known is not None:
-                    costs[row] = known.cost[known.observed == step].item()
-                    continue
-                where = f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
-                evaluations[row].append(task.evaluate(phi[row], "collect", where))
-                costs[row] = evaluations[row][-1].cost
+            for row, steps in enumerate(observed):
+                if step in steps:
+                    where = (
+                        f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
+                    )
+                    if (row, step) not in told:
+                        told[row, step] = task.evaluate(phi[row], "collect", where)
+                    costs[row] = told[row, step].cost
             return task.metric.normalised(costs).to(phi)
 
         starts = task.starts(self.start_std, seed, indices)
         points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, seed=seed, indices=indices)
-        for row, known in enumerate(kept):
-            if known is None:
-                run, told = (points[row].cpu(), losses[row].cpu()), tuple(evaluations[row])
-                store.add(Trajectory(iteration, indices[row], *run, observed[row], told, task.adapter.signature))
-        return [trajectory for index in indices if (trajectory := store.get(iteration, index)) is not None]
+        for row, index in enumerate(indices):
+            if row not in kept:
+                own = tuple(told[row, step] for step in observed[row].tolist())
+                run = points[row].cpu(), losses[row].cpu(), observed[row], own, task.adapter.signature
+                store.add(Trajectory(iteration, index, *run))
+        return [each for index in indices if (each := store.get(iteration, index)) is not None]
 
     def objective_of(
         self,
@@ -334,14 +337,23 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
             seed: Seed of starts, batches and the steps at which the metric is known.
             indices: The n task indices.
         """
+        observed = torch.zeros(len(indices), self.steps + 1, dtype=torch.bool, device=weights.device)
+        for row, index in zip(observed, indices, strict=True):
+            row[observation_steps(self.steps, self.evals, seed, index)] = rule.sees_metric
         starts = task.starts(self.start_std, seed, indices)
-        observed = [set(observation_steps(self.steps, self.evals, seed, index).tolist()) for index in indices]
+        known = starts.new_full((len(indices),), torch.nan)
 
         def cost(phi: Tensor) -> Tensor:
             predicted: Tensor = f(phi)
             return task.metric.normalised(predicted)
 
-        cost_at, differentiable = _predicted(cost, observed if rule.sees_metric else []), weights.requires_grad
+        def cost_at(phi: Tensor, step: int) -> Tensor:
+            nonlocal known
+            due = observed[:, step]
+            known = cost(phi).to(phi).where(due, known) if due.any() else known
+            return known
+
+        differentiable = weights.requires_grad
         drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": differentiable}
         points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=weights, **drawn)
         with torch.enable_grad():
@@ -351,8 +363,8 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
-    ) -> tuple[Tensor, float]:
-        """Estimate the gradient of Eq. 7 in the optimizer's weights, ``W``, and its value.
+    ) -> Tensor:
+        """Estimate the gradient of Eq. 7 in the optimizer's weights, ``W``.
 
         Pairs are unrolled in parts of ``task.at_once`` runs.
 
@@ -377,149 +389,5 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
 
             of_some = noise[at : at + at_once]
             parts.append(gradient_samples(objective, rule.weights, of_some, std, differentiate=differentiate))
-        slopes, scores, values = (torch.cat(each) for each in zip(*parts, strict=True))
-        return combine(slopes, scores), float(values.mean())
-
-
-def _predicted(f: Callable[[Tensor], Tensor], observed: Sequence[set[int]]) -> CostAt:
-    """Return what each run knows of the metric if f answers in its place at the steps that would be observed."""
-    known: list[Tensor] = []
-
-    def cost_at(phi: Tensor, step: int) -> Tensor:
-        due = torch.tensor([step in steps for steps in observed], device=phi.device)
-        before = known[-1] if known else phi.new_full((len(phi),), torch.nan)
-        known[:] = [f(phi).to(phi).where(due, before) if due.any() else before]
-        return known[-1]
-
-    return cost_at
-
-
-@dataclass(frozen=True)
-class JointlyLearned:
-    """What joint training gives back.
-
-    Attributes:
-        rule: The optimizer, frozen.
-        f: The value function that trained it, adapted to the last tasks; its ``quality`` is of what it predicted along
-            the later half of the trajectories before it had seen them.
-        objectives: The smoothed objective (Eq. 7) at each update, as estimated.
-        trajectories: The trajectories that f was learned from.
-    """
-
-    rule: UpdateRule
-    f: NeuralValueFunction
-    objectives: tuple[float, ...]
-    trajectories: tuple[Trajectory, ...]
-
-
-class _Training:
-    """The state of lines 1-9 between meta-iterations."""
-
-    def __init__(
-        self, settings: AlgorithmS1, task: FinetuneTask, iterations: int, seed: int, store: TrajectoryStore
-    ) -> None:
-        self.settings, self.task, self.iterations, self.seed, self.store = settings, task, iterations, seed, store
-        self.rule = settings.new_rule(seed).to(task.origin().device)  # line 1
-        self.adam = torch.optim.Adam([self.rule.weights], settings.rate)
-        self.f = NeuralValueFunction.drawn(task.dim, 1, generator(seed, "online reptile")).eval().requires_grad_(False)
-        self.weights = parameters_to_vector(self.f.parameters())  # f's meta-weights
-        self.iteration = 0
-        self.labelled: list[Observations] = []  # of the latest meta-iterations
-        self.predicted: list[Tensor] = []
-        self.objectives: list[float] = []
-
-    def advance(self) -> None:
-        """Run one meta-iteration (lines 3-7)."""
-        new = self.settings.collect(  # line 3
-            self.task, self.rule, self.store, iteration=self.iteration, seed=self.seed
-        )
-        settings, task, f, i = self.settings, self.task, self.f, self.iteration
-        with torch.no_grad():
-            self.predicted.append(f.cpu()(torch.cat([t.observed_phi for t in new])).double())
-        self._label(new)  # line 4
-        data, rng = Observations.joined(self.labelled), generator(self.seed, "online reptile", i)
-        adapted = settings.value.adapt(f, self.weights, data, len(new), rng)  # line 5
-        f.to(task.origin().device)
-        for update in range(i * settings.updates, (i + 1) * settings.updates):  # line 6
-            gradient, value = settings.gradient(task, self.rule, f, seed=self.seed, update=update)
-            self.rule.weights.grad = gradient * (settings.clip / gradient.norm().clamp(min=settings.clip))
-            self.adam.step()
-            self.objectives.append(value)
-        f.cpu()
-        self.weights = torch.lerp(self.weights, adapted, 1 - i / self.iterations)  # line 7
-        self.iteration += 1
-
-    def _label(self, new: Sequence[Trajectory]) -> None:
-        self.labelled.append(self.settings.labels(new))
-        latest = max(1, self.settings.replay // self.settings.tasks)
-        self.labelled = self.labelled[-latest:]
-
-    def result(self) -> JointlyLearned:
-        """Return what was learned (line 9)."""
-        f, seen = self.f, list(self.store)
-        true = torch.cat([t.cost for t in seen])
-        trajectory = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(t.cost) for t in seen]))
-        late = trajectory >= len(seen) // 2
-        f.quality = measure(torch.cat(self.predicted)[late], true[late], trajectory[late])
-        f.signature = self.task.adapter.signature
-        f.to(self.task.origin().device)
-        return JointlyLearned(self.rule.requires_grad_(False), f, tuple(self.objectives), tuple(seen))
-
-    def _state(self) -> dict[str, Tensor]:
-        """Return the state, the iteration apart, in main memory."""
-        adam = {f"adam.{name}": value for name, value in self.adam.state[self.rule.weights].items()}
-        tensors = {
-            "rule": self.rule.weights,
-            "predicted": torch.cat(self.predicted),
-            "objectives": torch.tensor(self.objectives, dtype=torch.float64),
-            "weights": self.weights,
-            **adam,
-            **{f"f.{name}": value for name, value in self.f.state_dict().items()},
-        }
-        return {name: value.detach().cpu() for name, value in tensors.items()}
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state, all but what is labelled."""
-        self.rule.weights.data.copy_(state["rule"])
-        self.adam.state[self.rule.weights] = {
-            name: each.to(self.rule.weights) if each.dim() else each  # steps stay on the CPU
-            for name, each in _under("adam.", state).items()
-        }
-        self.f.load_state_dict(_under("f.", state))
-        self.weights = state["weights"]
-        self.predicted, self.objectives = [state["predicted"]], state["objectives"].tolist()
-
-    def save(self, path: Path) -> None:
-        """Write the state."""
-        write_tensors(path, self._state(), CHECKPOINT_FORMAT, {"iteration": self.iteration})
-
-    def load(self, path: Path) -> None:
-        """Continue from what `save` wrote, if there is such a file, and the store's trajectories.
-
-        Raises:
-            FileFormatError: The file is corrupt.
-        """
-        if not path.exists():
-            return
-        tensors, described = read_tensors(path, CHECKPOINT_FORMAT)
-        with content_of(path, "state of a joint training"):
-            check_integer(1, iteration=described["iteration"])
-            adam, f = _under("adam.", tensors), _under("f.", tensors)
-            shape = self.rule.weights.shape
-            check_tensors(path, adam, {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
-            check_tensors(path, f, {name: own.shape for name, own in self.f.state_dict().items()})
-            iteration = described["iteration"]
-            observed = sum(len(t.cost) for t in self.store if t.round < iteration)
-            objectives = (iteration * self.settings.updates,)
-            own = {"rule": shape, "weights": self.weights.shape, "predicted": (observed,), "objectives": objectives}
-            check_tensors(path, {name: tensors[name] for name in own}, own)
-            self.iteration = iteration
-            self._take(tensors)
-            latest = max(1, self.settings.replay // self.settings.tasks)
-            for iteration in range(max(0, self.iteration - latest), self.iteration):
-                self._label([t for t in self.store if t.round == iteration])
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those whose names have a prefix, without it."""
-    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        slopes, scores, _ = (torch.cat(each) for each in zip(*parts, strict=True))
+        return combine(slopes, scores)

@@ -102,10 +102,10 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
 ) -> None:
     task, settings = quadratic(3, population=population), replace(QUICK, estimator=estimator)
     f, rule = known_f(task), settings.new_rule(0).double()
-    gradient, value = settings.gradient(task, rule, f, seed=1, update=4)
+    gradient = settings.gradient(task, rule, f, seed=1, update=4)
 
     noise = torch.randn(3, len(rule.weights), generator=generator(1, "weights", 4)).double()
-    slopes, scores, values = [], [], []
+    slopes, scores = [], []
     for pair in range(3):
         sides = []
         for sign in (1, -1):
@@ -114,7 +114,6 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
             loss = settings.objective_of(task, rule, f, w, seed=1, indices=[index])
             (slope,) = torch.autograd.grad(loss.sum(), w)
             sides.append((float(loss.detach()), slope[0]))
-        values += [side[0] for side in sides]
         slopes.append((sides[0][1] + sides[1][1]) / 2)
         scores.append(noise[pair] * (sides[0][0] - sides[1][0]) / 0.2)
     by = {
@@ -123,7 +122,6 @@ def test_line_6_combines_estimates_of_a_task_for_each_pair(
     }
     # f is in single precision, and the score divides a difference of its predictions.
     torch.testing.assert_close(gradient, by[estimator], rtol=1e-3, atol=2e-3 * float(by[estimator].abs().max()))
-    assert value == pytest.approx(sum(values) / 6, rel=1e-5)
 
 
 def test_a_meta_iteration_is_lines_3_to_7_in_order(
@@ -147,34 +145,33 @@ def test_a_meta_iteration_is_lines_3_to_7_in_order(
     for owner, name in ((AlgorithmS1, "collect"), (AlgorithmS1, "gradient"), (ReptileLearner, "adapt")):
         spy(owner, name)
     store = TrajectoryStore()
-    result = settings.meta_train(task, iterations=3, seed=1, store=store)
+    rule, fit = settings.meta_train(task, iterations=3, seed=1, store=store)
     assert called == ["collect", "adapt", "gradient", "gradient"] * 3
     for eta, (before, adapted), (after, _) in zip((1, 2 / 3), weights[:2], weights[1:], strict=True):  # line 7
         torch.testing.assert_close(after, before + eta * (adapted - before))
     assert task.queries == len(store) * 3 == 3 * 3
-    assert len(result.objectives) == 6
-    assert result.f.quality is not None
-    assert result.f.quality.points == 6  # of two tasks of three, the later ones
-    assert result.f.signature == task.adapter.signature
-    assert not torch.equal(result.rule.weights, settings.new_rule(1).weights)
+    assert fit.f.quality is not None
+    assert fit.f.quality.points == 6  # of two tasks of three, the later ones
+    assert fit.f.signature == task.adapter.signature
+    assert not torch.equal(rule.weights, settings.new_rule(1).weights)
 
 
 def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(quadratic: Callable[..., Any]) -> None:
     fakes = iter([3.0, -1e-3, 0.5])
 
     class Faked(AlgorithmS1):
-        def gradient(self, task: Any, rule: Any, f: Any, *, seed: int, update: int) -> tuple[Tensor, float]:
-            return torch.full_like(rule.weights.detach(), next(fakes)), 0.0
+        def gradient(self, task: Any, rule: Any, f: Any, *, seed: int, update: int) -> Tensor:
+            return torch.full_like(rule.weights.detach(), next(fakes))
 
     settings = Faked(**{**vars(QUICK), "rate": 0.05, "clip": 2.0})
-    result = settings.meta_train(quadratic(3), iterations=3, seed=0)
+    rule, _ = settings.meta_train(quadratic(3), iterations=3, seed=0)
     weights = torch.nn.Parameter(settings.new_rule(0).weights.detach().clone())
     adam = torch.optim.Adam([weights], 0.05)
     for value in (3.0, -1e-3, 0.5):
         fake = torch.full_like(weights.detach(), value)
         weights.grad = fake * min(1.0, 2.0 / float(fake.norm()))
         adam.step()
-    torch.testing.assert_close(result.rule.weights.detach(), weights.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(rule.weights.detach(), weights.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sees_metric", [True, False])
@@ -208,7 +205,7 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
     for seed in range(3):
         task = quadratic(3, dtype=torch.float32)
         task.problem.goal = task.centre + (0.6, -0.6, 0.4)[seed]
-        rule = settings.meta_train(task, iterations=40, seed=seed).rule
+        rule = settings.meta_train(task, iterations=40, seed=seed)[0]
         end = settings.meta_test(task, rule, task.origin(), seed=seed)[-1]
         left.append(task.true_cost(end) / task.true_cost(task.centre))
     assert sum(left) / len(left) < 0.7  # 0.12
