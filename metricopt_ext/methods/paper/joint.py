@@ -42,6 +42,11 @@ from metricopt_ext.value.value_function import NeuralValueFunction
 Estimator = Literal["combined", "score"]
 ESTIMATORS = get_args(Estimator)
 
+OBJECTIVE = LearnedObjective()  # Eq. 6
+VARIANCE = 0.01  # epsilon^2 of Eq. 7
+CLIP = 10.0  # largest length of a gradient
+REPLAY = 256  # latest tasks that f is adapted from
+
 # Task indices from here on are unrolled to train the optimizer, and never observed.
 UNROLLED = 2 * FRESH
 
@@ -69,7 +74,7 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
     on further tasks, unrolled under perturbed weights, whose metric the adapted f predicts. Only collecting spends
-    queries. Printed are lambda, beta, epsilon^2 and everything of `paper`; the defaults of the others are ours:
+    queries. lambda, beta and epsilon^2 are as printed, and everything of `paper`; the defaults of the others are ours:
 
     - Eq. 5's metric is the cost as it was last observed, at the K steps of line 3. A rule that sees it needs
       ``evals - 1`` queries for each start at meta-testing too; ``sees_metric=False`` hides it and needs none.
@@ -84,14 +89,10 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         updates: Steps of Adam on the optimizer's weights in a meta-iteration; 1 as printed.
         pairs: Antithetic pairs of perturbed weights for each of them, each with a task of its own.
         rate: Adam's rate.
-        variance: epsilon^2 of Eq. 7.
         estimator: Of the gradient of Eq. 7: ``combined`` of two, or ``score`` alone, which does without second
             derivatives, for a loss that has none.
-        clip: Largest length of a gradient.
-        objective: Eq. 6.
         value: How f is adapted (line 5).
         labels: Line 4; by default the observed points alone.
-        replay: Latest tasks that f is adapted from.
         sees_loss: Whether the loss is among the optimizer's inputs.
         sees_metric: Whether the metric is.
         hidden: The optimizer's hidden units.
@@ -106,13 +107,9 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
     updates: int = 1
     pairs: int = 8
     rate: float = 3e-3
-    variance: float = 0.01
     estimator: Estimator = "combined"
-    clip: float = 10.0
-    objective: LearnedObjective = field(default=LearnedObjective())
     value: ReptileLearner = field(default=ReptileLearner())
     labels: Labeller = Observations.of
-    replay: int = 256
     sees_loss: bool = True
     sees_metric: bool = True
     hidden: int = 32
@@ -125,23 +122,17 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         Raises:
             ValueError: A value is rejected; the message gives it.
         """
-        check_integer(1, steps=self.steps, tasks=self.tasks, updates=self.updates, replay=self.replay)
+        check_integer(1, steps=self.steps, tasks=self.tasks, updates=self.updates)
         check_integer(2, hidden=self.hidden, pairs=self.pairs)  # two pairs, to measure variances
         check_at_least(0, start_std=self.start_std)
-        check_above(0, rate=self.rate, variance=self.variance, clip=self.clip, step=self.step, lr=self.lr)
+        check_above(0, rate=self.rate, step=self.step, lr=self.lr)
         observation_steps(self.steps, self.evals, 0, 0)  # refuses what it can't draw
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
-        if self.replay < self.tasks:
-            raise ValueError(f"replay is {self.replay}; it must be at least tasks = {self.tasks}")
         check_bool(sees_loss=self.sees_loss, sees_metric=self.sees_metric)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
-        for name, part, kind in (
-            ("objective", self.objective, LearnedObjective),
-            ("value", self.value, ReptileLearner),  # its inner loop is what is used, not what it fits when called
-        ):
-            if not isinstance(part, kind):
-                raise ValueError(f"{name} is {brief(part)}; it must be an instance, e.g. {kind.__name__}()")
+        if not isinstance(self.value, ReptileLearner):  # its inner loop is what is used, not what it fits when called
+            raise ValueError(f"value is {brief(self.value)}; it must be an instance, e.g. ReptileLearner()")
 
     @classmethod
     def paper(cls, steps: int = 200, evals: int = 10) -> "AlgorithmS1":
@@ -239,13 +230,13 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
                 new = self.collect(task, rule, kept, iteration=i, seed=seed)  # line 3
                 seen += new
                 predicted.append(f(torch.cat([each.observed_phi for each in new])).detach().double())
-                labelled = [*labelled, self.labels(new)][-max(1, self.replay // self.tasks) :]  # line 4
+                labelled = [*labelled, self.labels(new)][-max(1, REPLAY // self.tasks) :]  # line 4
                 data, rng = Observations.joined(labelled), generator(seed, "online reptile", i)
                 adapted = self.value.adapt(f, weights, data, len(new), rng)  # line 5
                 f.to(device)
                 for update in range(i * self.updates, (i + 1) * self.updates):  # line 6
                     gradient = self.gradient(task, rule, f, seed=seed, update=update)
-                    rule.weights.grad = gradient * (self.clip / gradient.norm().clamp(min=self.clip))
+                    rule.weights.grad = gradient * (CLIP / gradient.norm().clamp(min=CLIP))
                     adam.step()
                 f.cpu()
                 weights = torch.lerp(weights, adapted, 1 - i / iterations)  # line 7
@@ -359,7 +350,7 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         with torch.enable_grad():
             last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
         with nullcontext() if differentiable else torch.no_grad():
-            return self.objective(cost(points), torch.cat([losses, last[:, None]], 1))
+            return OBJECTIVE(cost(points), torch.cat([losses, last[:, None]], 1))
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
@@ -378,7 +369,7 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         noise = torch.randn(self.pairs, len(rule.weights), generator=generator(seed, "weights", update))
         noise = noise.to(rule.weights)
         tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
-        at_once, std, differentiate = max(1, task.at_once // 2), self.variance**0.5, self.estimator != "score"
+        at_once, std, differentiate = max(1, task.at_once // 2), VARIANCE**0.5, self.estimator != "score"
         parts = []
         for at in range(0, self.pairs, at_once):
             some = list(tasks[at : at + at_once])
