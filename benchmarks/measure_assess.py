@@ -18,7 +18,7 @@ from typing import Any
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.assess import assess
-from metricopt_ext.methods.assessment import RECOMMENDATIONS, Assessment, Recommendation
+from metricopt_ext.methods.assessment import CHEAP, RECOMMENDATIONS, Assessment
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tools.assess import assess_seed, read
@@ -29,13 +29,11 @@ FOLDERS = [folder / "configs" / "compare" for folder in (Path(__file__).parents[
 CONFIGS = {file.stem: file for folder in FOLDERS for file in folder.glob("*.yaml")}
 NOISE = "noise"
 
-SETTINGS: Recommendation = "settings of inference"
-OFFSETS: Recommendation = "a threshold or offsets"
-BATCHNORM: Recommendation = "BatchNorm on the deployment's inputs"
+SETTINGS, OFFSETS, BATCHNORM = CHEAP.values()
 
 # What is best after 60 queries by results/comparison.md, or by docs/settings.md where settings come first, or within
 # chance of that (paired by seed, 95%), as far as an assessment can name it; and what results/evidence.md names.
-BEST: dict[str, tuple[Recommendation, ...]] = {
+BEST: dict[str, tuple[str, ...]] = {
     "a9a_f1": (OFFSETS, "search"),
     "a9a_mcr": ("do not", BATCHNORM, "search"),
     "a9a_cost": (OFFSETS, "search"),

@@ -12,7 +12,6 @@ from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.pipeline import taken
 from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import check_strategy
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
@@ -20,7 +19,7 @@ from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.words import counted
+from metricopt_ext.utils.words import brief, counted
 
 
 @undone_if_cut_short
@@ -80,26 +79,23 @@ def assess(
     check_integer(0, queries=queries, seed=seed)
     deviates(guard_confidence)  # refuses what is out of range
     search = GuidedTrustRegion() if strategy is None else strategy
-    check_strategy(search)
     if not isinstance(search, SearchStrategy) or not search.anytime:
         raise ValueError(
-            f"what {search} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
+            f"what {brief(search)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
         )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
-    fixed = sum(isinstance(each, Start) for each in starts.values())
-    least = 2 + fixed + of_settings
-    if queries // repeats < least:
-        choices = f", {counted(of_settings, 'choice')} of settings" if of_settings else ""
-        queried = f"the {counted(fixed + 1, 'start')}{choices} and a point of the search"
-        raise BudgetError(f"{counted(queries, 'query')} are too few: {queried} take {least * repeats}")
+    fixed = 1 + sum(isinstance(each, Start) for each in starts.values())
+    if queries < (least := (fixed + of_settings + 1) * repeats):
+        beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
+        raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
     task.metric.ledger.require(queries)
     kept = output_dir is not None or distributed.several()
     identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
     with ExitStack() as run:
         folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
-        on_file = folder.log(task.metric)
-        shown.on_file(min(queries, on_file.answered * repeats))
+        log = folder.log(task.metric)
+        shown.on_file(min(queries, log.answered * repeats))
         run.enter_context(folder.own_ledger(task.metric, queries))
         found = first_answers(
             task,
@@ -109,7 +105,7 @@ def assess(
             confidence=guard_confidence,
             seed=seed,
             callback=shown,
-            kept=on_file,
+            kept=log,
         )
         shown.done()
     return found

@@ -5,39 +5,33 @@ All of it is told by points that a search asks anyway, the free starts among the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist, mean
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import (
-    CONFIDENCE,
-    EXPECTED,
-    Guard,
-    Verdict,
-    judge,
-    reliability_under,
-)
+from metricopt_ext.methods.guard import CONFIDENCE, EXPECTED, Guard, Verdict, judge, reliability_under
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of, repeats_agree
+from metricopt_ext.tasks.split_half import TELLING, fault_of_halves, reliability_of
 from metricopt_ext.utils.words import counted, decimals
 
 # How many queries tell: those of the starts, and of a first design or the better part of it.
 QUERIES = 12
 
-# How likely halves that have nothing in common may agree as well as they do, where the guard would keep a gain, and
-# where it would not. On noise it would in 5% of runs, and in 1.5% at this level (1,200 simulated runs of 12 points).
-LEVEL, LEVEL_REFUSED = 0.05, 0.02
+# How likely halves that have nothing in common may agree as well as they do.
+LEVEL = 0.03
 
-# A gain of so many deviations of chance shows that there is something besides chance, however few points agree. Of
-# twelve points an F test sees more than orders of halves do: these need the help, and noise passes in 2 to 4% of runs.
+# A gain of so many deviations of chance shows that there is something besides chance, however few points agree. Noise
+# passes the one or the other in 2 to 4% of runs (400 simulated runs of 12 points, of each kind of noise).
 PLAIN: Mapping[Guard, float] = {"halves": 1.8, "repeats": 3.0}
+
+REMEDY = "let the metric return (value, (half, half)), or give it repeats"
 
 # Orders of the points that halves' agreement is compared with.
 ORDERS = 2000
@@ -51,22 +45,13 @@ MOST_DATA = 16.0
 # A search is advised to have queries in steps of so many, and at most so many: from 150 on the limit is not the search.
 STEP, MOST_QUERIES = 10, 300
 
-Kind = Literal["trained", "settings", "offsets", "batchnorm", "phi"]
-Recommendation = Literal[
-    "settings of inference",
-    "a threshold or offsets",
-    "BatchNorm on the deployment's inputs",
-    "more validation data",
-    "search",
-    "do not",
-    "undecided",
-]
-RECOMMENDATIONS: tuple[Recommendation, ...] = get_args(Recommendation)
-CHEAP: Mapping[Kind, Recommendation] = {
+# What to do, by the kind of the point that holds the gain (`kind_of`), where that is cheaper than a search.
+CHEAP = {
     "settings": "settings of inference",
     "offsets": "a threshold or offsets",
     "batchnorm": "BatchNorm on the deployment's inputs",
 }
+RECOMMENDATIONS = (*CHEAP.values(), "more validation data", "search", "do not", "undecided")
 
 
 class Evaluated(NamedTuple):
@@ -74,13 +59,14 @@ class Evaluated(NamedTuple):
 
     Attributes:
         name: The start's; empty for a point of the search's own.
-        kind: What it changes in the model as it was trained, or in the start that the search began from: nothing,
-            settings of inference, offsets of the logits alone, BatchNorm's statistics alone, or phi.
+        kind: What it changes in the model as it was trained, or in the start that the search began from: nothing
+            (``"trained"``), ``"settings"`` of inference, ``"offsets"`` of the logits alone, the statistics of
+            ``"batchnorm"`` alone, or ``"phi"``.
         evaluation: The metric's evaluation.
     """
 
     name: str
-    kind: Kind
+    kind: str
     evaluation: Evaluation
 
 
@@ -102,7 +88,7 @@ class Assessment:
         headroom_chance: Standard deviation of the chance part of that; None if nothing tells.
         found: By how much the best of all points that satisfy them, or that of ``before``, is better than ``before``.
         seconds: Seconds that a query took; NaN if all were on file.
-        recommendation: What to do.
+        recommendation: What to do, one of `RECOMMENDATIONS`.
         reason: Why, in a sentence.
         search_queries: How many queries to search with, these among them; None unless that is advised.
         data: How many times as much validation data would do, above 1; None unless that is advised.
@@ -119,7 +105,7 @@ class Assessment:
     headroom_chance: float | None
     found: float
     seconds: float
-    recommendation: Recommendation
+    recommendation: str
     reason: str
     search_queries: int | None = None
     data: float | None = None
@@ -131,7 +117,7 @@ class Assessment:
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
         first, last = self.brief()
-        if self.guard == "none" or math.isnan(self.reliability):
+        if math.isnan(self.reliability):
             return [first, last]
         return [first, f"{100 * self.reliability:.0f}% of the variance between points is not chance", last]
 
@@ -157,7 +143,7 @@ class Assessment:
         return self.recommendation
 
 
-def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> Kind:
+def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> str:
     """Return what a point changes: a start in the model as it was trained, another in the start of its search.
 
     Args:
@@ -166,22 +152,17 @@ def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> Kin
         point: phi, and what its start replaces.
         started: Where the search began whose own point it is; None of a start.
     """
-
-    def beyond_offsets(moved: Tensor) -> bool:
-        moved = moved.clone()
-        moved[adapter.offsets] = 0
-        return bool(moved.any())
-
+    moved = point.phi.clone() if started is None else point.phi - started.phi
+    anywhere, alone = bool(moved.any()), len(moved[adapter.offsets]) == len(moved)
+    moved[adapter.offsets] = 0
     if started is not None:
-        moved = point.phi - started.phi
-        alone = len(moved[adapter.offsets]) == len(moved)
-        return "phi" if alone or beyond_offsets(moved) or not moved.any() else "offsets"
+        return "phi" if alone or moved.any() or not anywhere else "offsets"
     weights = any(name in point.tensors for name, _ in adapter.model.named_parameters())
-    if weights or beyond_offsets(point.phi) or (point.tensors and point.phi.any()):
+    if weights or moved.any() or (point.tensors and anywhere):
         return "phi"
     if point.settings:
         return "settings"
-    return "batchnorm" if point.tensors else "offsets" if point.phi.any() else "trained"
+    return "batchnorm" if point.tensors else "offsets" if anywhere else "trained"
 
 
 def assessed(
@@ -198,7 +179,7 @@ def assessed(
     """Assess a task by what its metric was told to be.
 
     1. Is there anything but chance? If the metric were noise, its halves would agree as well in any order of the
-       points (a permutation test, `LEVEL`), or repeats would explain the variance between points (an F test).
+       points (a permutation test, `LEVEL`). A gain of many deviations of chance shows it, too (`PLAIN`).
     2. Which gains would the guard keep (`judge`)? If that of an offset or of BatchNorm, and no other point is expected
        to be better, that is all. If only another point's, a search.
        What violates a constraint shows chance, but is no gain.
@@ -215,126 +196,71 @@ def assessed(
         besides: How many evaluations were spent on settings of inference that are not among the points.
         limits: The metric's constraints; None without any.
     """
-    evaluated = _with_halves([each for each in evaluated if not each.evaluation.failed])
+    evaluated = [each for each in evaluated if not each.evaluation.failed]
+    if fault_of_halves([each.evaluation for each in evaluated]):  # they can't be of two halves of data
+        evaluated = [each._replace(evaluation=each.evaluation._replace(pairs=())) for each in evaluated]
     trained, points = evaluated[0].evaluation, [each.evaluation for each in evaluated]
     allowed = [each for each in evaluated[1:] if limits is None or limits.hold(each.evaluation)]
-    best: dict[Kind, Evaluated] = {}
-    for each in allowed:
-        if each.kind not in best or each.evaluation.cost < best[each.kind].evaluation.cost:
-            best[each.kind] = each
+    allowed.sort(key=lambda each: each.evaluation.cost)
+    best, start = {each.kind: each for each in reversed(allowed)}, next((each for each in allowed if each.name), None)
     verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
-    starts = [each for each in allowed if each.name]
-    start = min(starts, key=lambda each: each.evaluation.cost, default=None)
-    of_start = None if start is None else judge(trained, start.evaluation, points, confidence)
-    lowest = min(each.cost for each in (trained, *(each.evaluation for each in allowed)))
-    guard: Guard = judge(trained, points[-1], points, confidence).guard if len(points) > 1 else "none"
-    known = guard != "none"
-    advised = _advised(metric, evaluated, best, verdicts, guard, dim, least, besides)
-    return Assessment(
+    to_start = judge(trained, trained if start is None else start.evaluation, points, confidence)
+    reliability = _reliability(points, to_start.guard)
+    found = Assessment(
         metric=metric.name,
         before=trained.value,
-        queries=(len(evaluated) + besides) * metric.repeats,
-        guard=guard,
-        reliability=_reliability(points, guard) if known else math.nan,
-        smallest=smallest_gain(trained, points, confidence) if known else None,
+        queries=(len(points) + besides) * metric.repeats,
+        guard=to_start.guard,
+        reliability=reliability,
+        smallest=None if to_start.guard == "none" else smallest_gain(trained, points, confidence),
         best_start="" if start is None else start.name,
-        headroom=0.0 if of_start is None else of_start.gain,
-        headroom_chance=None if of_start is None or of_start.chance is None else of_start.chance,
-        found=trained.cost - lowest,
+        headroom=to_start.gain,
+        headroom_chance=to_start.chance,
+        found=max(trained.cost - each.evaluation.cost for each in (evaluated[0], *allowed)),
         seconds=seconds,
-        recommendation=advised.recommendation,
-        reason=advised.reason,
-        search_queries=advised.queries,
-        data=advised.data,
+        recommendation="undecided",
+        reason="",
     )
+    to_search = queries_to_search(len(points) + besides, dim, reliability, least + besides) * metric.repeats
+    n, said = counted(len(points), "point"), partial(replace, found)
 
+    def gains(kind: str) -> str:
+        name = best[kind].name
+        return f"{f'the start {name!r}' if name else 'a visited point'} gains {decimals(verdicts[kind].gain)}"
 
-class _Advised(NamedTuple):
-    recommendation: Recommendation
-    reason: str
-    queries: int | None = None
-    data: float | None = None
-
-
-def _advised(
-    metric: Metric,
-    evaluated: Sequence[Evaluated],
-    best: Mapping[Kind, Evaluated],
-    verdicts: Mapping[Kind, Verdict],
-    guard: Guard,
-    dim: int,
-    least: int,
-    besides: int,
-) -> _Advised:
-    """Return what to do, and why."""
-    points = [each.evaluation for each in evaluated]
-    n, shown = counted(len(evaluated), "point"), f"{metric.name} "
     if len(points) < TELLING:
-        return _Advised("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
-    if len({each.cost for each in points}) < 2:
-        return _Advised("undecided", f"{shown}has one value at all of {n}: modulate more layers, or train first")
-    if guard == "none":
-        remedy = "let the metric return (value, (half, half))"
-        if repeats_agree(points):
-            return _Advised("undecided", f"a gain can't be told from chance, as repeats always agree: {remedy}")
-        return _Advised("undecided", f"a gain can't be told from chance: {remedy}, or give it repeats")
-
-    if not verdicts:
-        others = counted(len(evaluated) - 1, "other point")
-        return _Advised("do not", f"none of {others} than the model as it was satisfies the constraints")
-
-    def plain(verdict: Verdict) -> bool:
-        return verdict.gain - verdict.optimism > PLAIN[verdict.guard] * (verdict.chance or 0.0)
-
+        return said(reason=f"{n} of phi and its starts are too few to tell: ask more queries")
+    if len({each.cost for each in points}) == 1:
+        return said(reason=f"{metric.name} has one value at all of {n}: modulate more layers, or train first")
+    if found.guard == "none":
+        return said(reason=f"a gain can't be told from chance: {REMEDY}")
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
-    level = LEVEL if kept else LEVEL_REFUSED
-    if by_chance(points, guard, metric.repeats) >= level and not any(map(plain, kept.values())):
-        return _Advised("do not", f"the differences between {n} may be chance alone")
-    reliability = _reliability(points, guard)
-    search = _Advised(
-        "search",
-        f"a point that it asked gains {_gain(metric, verdicts.get('phi'))}, and the guard would keep that",
-        queries_to_search(len(evaluated) + besides, dim, reliability, least + besides) * metric.repeats,
-    )
+    plain = any(each.gain - each.optimism > PLAIN[each.guard] * (each.chance or 0.0) for each in kept.values())
+    if not plain and by_chance(points) >= LEVEL:
+        return said(recommendation="do not", reason=f"the differences between {n} may be chance alone")
+
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
+    if cheap is None and "phi" in kept:
+        return said(recommendation="search", search_queries=to_search, reason=gains("phi"))
     if cheap is not None:
-        there = best[cheap]
-        better = "phi" in best and judge(there.evaluation, best["phi"].evaluation, points, EXPECTED).accepted
-        if better:
-            return search._replace(
-                reason=f"one point gains {_gain(metric, verdicts['phi'])};"
-                f" {_called(there)}, which is cheaper, gains {_gain(metric, kept[cheap])}"
-            )
-        return _Advised(CHEAP[cheap], f"{_called(there)} gains {_gain(metric, kept[cheap])}, and no other point more")
-    if "phi" in kept:
-        return search
-    kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
-    verdict = verdicts[kind]
-    luck = luckiest(len(_distinct(points))) * (verdict.chance or 0.0)
-    if verdict.gain > max(verdict.optimism, luck) and (more := times_the_data(verdict)) <= MOST_DATA:
-        gain = _gain(metric, verdict)
-        return _Advised("more validation data", f"{_called(best[kind])} gains {gain}, which may be chance", data=more)
-    return _Advised("do not", f"none of {n} gains more than by chance")
+        if "phi" in best and judge(best[cheap].evaluation, best["phi"].evaluation, points, EXPECTED).accepted:
+            reason = f"one point gains {decimals(verdicts['phi'].gain)}; {gains(cheap)}, and is cheaper"
+            return said(recommendation="search", search_queries=to_search, reason=reason)
+        return said(recommendation=CHEAP[cheap], reason=f"{gains(cheap)}, and no other point more")
+
+    if verdicts:
+        kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
+        verdict = verdicts[kind]
+        luck = luckiest(len(_distinct(points))) * (verdict.chance or 0.0)
+        if verdict.gain > max(verdict.optimism, luck) and (more := times_the_data(verdict)) <= MOST_DATA:
+            reason = f"{gains(kind)}, which may be chance"
+            return said(recommendation="more validation data", data=more, reason=reason)
+    return said(recommendation="do not", reason=f"none of {n} that may be kept gains more than by chance")
 
 
 def luckiest(n: int) -> float:
     """Return what the largest of n standard normal draws is expected to be (Blom, 1958, to 0.02)."""
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
-
-
-def _called(evaluated: Evaluated) -> str:
-    return f"the start {evaluated.name!r}" if evaluated.name else "a visited point"
-
-
-def _gain(metric: Metric, verdict: Verdict | None) -> str:
-    return "" if verdict is None else decimals(verdict.gain)
-
-
-def _with_halves(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the points, without halves if these can't be of two halves of data."""
-    if not fault_of_halves([each.evaluation for each in evaluated]):
-        return list(evaluated)
-    return [each._replace(evaluation=each.evaluation._replace(pairs=())) for each in evaluated]
 
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
@@ -343,40 +269,24 @@ def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
-    """Return the share of the variance among the points that is not chance; NaN if they don't vary."""
-    if len({each.cost for each in points}) < 2:
-        return math.nan
-    if guard == "halves":
-        pairs = stacked_pairs([each for each in _distinct(points) if each.halves is not None])
-        assert pairs is not None
-        return mean(reliability_of(halves) for halves in pairs.unbind(1))
+    """Return the share of the variance among the points that is not chance; NaN if nothing tells, or nothing varies."""
     costs = torch.tensor([each.cost for each in points], dtype=torch.float64)
-    return reliability_under(noise_of(points), costs)
+    if guard == "none" or bool((costs == costs[0]).all()):
+        return math.nan
+    pairs = stacked_pairs([each for each in _distinct(points) if each.pairs])
+    if guard == "repeats" or pairs is None:
+        return reliability_under(noise_of(points), costs)
+    return mean(reliability_of(halves) for halves in pairs.unbind(1))
 
 
-def by_chance(points: Sequence[Evaluation], guard: Guard, repeats: int = 1) -> float:
-    """Return how likely points that differ by chance alone would be as much alike on both halves, or in repeats.
-
-    Args:
-        points: The evaluations.
-        guard: What tells chance, ``"halves"`` or ``"repeats"``.
-        repeats: Calls of each evaluation; 1 where the noise was told, by nobody knows how many calls: two at least.
+def by_chance(points: Sequence[Evaluation]) -> float:
+    """Return how likely points that differ by chance alone would be as much alike on both halves; 1 without halves.
 
     Returns:
-        A p-value: of halves, the share of all orders of one half (of `ORDERS` random ones and the order itself) in
-        which its covariance with the other is as large, summed over the pairs of halves; of repeats, that of Fisher's
-        F.
+        A p-value: the share of all orders of one half (of `ORDERS` random ones and the order itself) in which its
+        covariance with the other is as large, summed over the pairs of halves.
     """
-    points = _distinct(points)
-    if guard == "repeats":
-        noise = noise_of(points)
-        if noise == 0:
-            return 0.0
-        from scipy.stats import f  # takes a second
-
-        variance = float(torch.tensor([each.cost for each in points], dtype=torch.float64).var())
-        return float(f.sf(variance / noise**2, len(points) - 1, len(points) * max(1, repeats - 1)))
-    halves = stacked_pairs([each for each in points if each.halves is not None])
+    halves = stacked_pairs([each for each in _distinct(points) if each.pairs])
     if halves is None or len(halves) < TELLING:
         return 1.0
     first, second = (halves - halves.mean(0)).unbind(-1)  # n x pairs
@@ -408,14 +318,12 @@ def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence:
 
 
 def times_the_data(verdict: Verdict) -> float:
-    """Return with how many times as much data the guard would keep a gain that it refuses; infinite for none.
+    """Return with how many times as much data the guard would keep a gain above 0 that it refuses.
 
     With m times the data chance shrinks with the root of m, and optimism with m itself: the least m with
     gain - optimism / m > needed / sqrt(m).
     """
     gain, needed = verdict.gain, verdict.needed or 0.0
-    if gain <= 0:
-        return math.inf
     return ((needed + math.sqrt(needed**2 + 4 * gain * verdict.optimism)) / (2 * gain)) ** 2
 
 
@@ -425,9 +333,10 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
     Args:
         spent: Those that were made.
         dim: Dimension of phi.
-        reliability: Share of the variance that is not chance, in [0, 1].
+        reliability: Share of the variance that is not chance, in [0, 1]; NaN if it is not known.
         least: The fewest that it can do with.
     """
     most = max(MOST_QUERIES, spent, least)
-    wanted = math.inf if reliability <= 0 else max(least, spent + dim / reliability)
-    return most if wanted >= most else STEP * math.ceil(wanted / STEP)
+    if not reliability > 0:
+        return most
+    return min(most, STEP * math.ceil(max(least, spent + dim / reliability) / STEP))

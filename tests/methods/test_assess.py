@@ -154,7 +154,7 @@ def test_what_it_can_not_assess_is_refused_before_a_query(quadratic: Any) -> Non
     assert_refused(lambda: look(shifted), BudgetError, "12", "queries", "11")
     for strategy in (GuidedES(), Recipe()):
         assert_refused(lambda strategy=strategy: look(shifted, 9, strategy=strategy), ValueError)
-    assert_refused(lambda: assess(sized.task, 11, callback=Callback()), BudgetError, "1", "10", "12")
+    assert_refused(lambda: assess(sized.task, 11, callback=Callback()), BudgetError, "11", "12")
     assert shifted.calls == sized.calls == 0
 
 
