@@ -38,7 +38,7 @@ from metricopt_ext.detection.toolkit import Toolkit, told_inference
 from metricopt_ext.detection.train import train_detector
 from metricopt_ext.experiment.bootstrap import error_of, within_groups
 from metricopt_ext.experiment.experiment import Experiment, Subject
-from metricopt_ext.methods.short_finetunes import Training
+from metricopt_ext.methods.soups import Training
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings

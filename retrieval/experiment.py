@@ -23,7 +23,7 @@ from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
-from metricopt_ext.methods.short_finetunes import Training
+from metricopt_ext.methods.soups import Training
 from metricopt_ext.retrieval.build import attach, class_batches, embedder, steps_of, untrained
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of

@@ -39,8 +39,7 @@ from metricopt_ext.experiment.whole_network import LabelParts, whole_network_sta
 from metricopt_ext.methods.batchnorm_starts import statistics_line
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.setting_lines import setting_lines
-from metricopt_ext.methods.short_finetunes import Training
-from metricopt_ext.methods.soups import soup_starts
+from metricopt_ext.methods.soups import Training, soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard

@@ -14,7 +14,7 @@ from helpers.networks import BatchNormNet as Net
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext import FinetuneTask, Metric, attach_film, soup_starts
 from metricopt_ext.errors import BudgetError, DataError, FileFormatError
-from metricopt_ext.methods.short_finetunes import VARIANTS, Training, short_finetunes
+from metricopt_ext.methods.soups import VARIANTS, Training, short_finetunes
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import read_tensors
