@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import metricopt_ext as mo
 from helpers.networks import BatchNormNet as Net
-from helpers.refusals import assert_named, assert_refused, assert_warned
+from helpers.refusals import assert_refused, assert_warned
 from metricopt_ext import FinetuneTask, Metric, attach_film, soup_starts
 from metricopt_ext.errors import BudgetError, DataError, FileFormatError
-from metricopt_ext.methods.soups import VARIANTS, Training, short_finetunes
+from metricopt_ext.methods.soups import FINETUNES, VARIANTS, Training
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.utils.files import read_tensors
@@ -246,8 +246,9 @@ def trainable(frozen: bool = False) -> FinetuneTask:
 def made(
     task: FinetuneTask, training: Training, folder: Path, count: int = 3, **options: Any
 ) -> list[dict[str, Tensor]]:
-    given = {"share": 0.5, "seed": 0, "say": lambda line: None, **options}
-    files = short_finetunes(task, training, count, folder=folder, **given)
+    given = {"share": 0.5, "kinds": ["uniform"], "output_dir": folder, "callback": mo.Callback(), **options}
+    soup_starts(task, finetunes=count, training=training, **given)
+    files = [folder / f"finetune-{number}.safetensors" for number in range(count)]
     return [read_tensors(file, "metricopt_ext.finetune")[0] for file in files]
 
 
@@ -266,6 +267,7 @@ def test_each_is_trained_as_it_says(tmp_path: Path) -> None:
         assert all(parameter.requires_grad for parameter in model.parameters())
         calls.append(options)
         seen.append(batches(0, 0, 0)[0])
+        model[4].bias.data += len(calls)
 
     own, other = mo.TensorBatches(X, Y, 16), mo.TensorBatches(10 * X, Y, 16)
 
@@ -320,13 +322,13 @@ def test_what_is_on_file_is_not_done_again(tmp_path: Path) -> None:
 def test_files_of_other_finetunes_are_refused(tmp_path: Path) -> None:
     task, training = trainable(), Training(20, 0.05, train=counting([]))
     made(task, training, tmp_path)
-    for change, names in (({"seed": 1}, ("seed", "0", "1")), ({"share": 0.1}, ("10", "2"))):
-        with pytest.raises(FileFormatError) as caught:
-            made(task, training, tmp_path, **change)
-        assert_named(caught, "finetune-0.safetensors", *names)
+    for change, names in (({"seed": 1}, ("seed", "0", "1")), ({"share": 0.1}, ("steps", "10", "2"))):
+        assert_refused(lambda change=change: made(task, training, tmp_path, **change), FileFormatError, *names)
     with torch.no_grad():
         task.adapter.model[4].bias.add_(1)
     assert_refused(lambda: made(task, training, tmp_path), FileFormatError)
+    (tmp_path / FINETUNES).unlink()
+    assert_refused(lambda: made(task, training, tmp_path), FileFormatError, FINETUNES)
 
 
 def test_a_soup_of_finetunes_is_their_mean_and_leaves_nothing_without_a_folder(tmp_path: Path) -> None:
