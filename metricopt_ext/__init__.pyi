@@ -11,7 +11,7 @@ from .adapters.start import Start as Start
 from .adapters.start import StartLine as StartLine
 from .methods.ask_and_tell import Search as Search
 from .methods.assess import assess as assess
-from .methods.finished_run import load_run as load_run
+from .methods.folder import load_run as load_run
 from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.result import Result as Result
 from .methods.soups import soup_starts as soup_starts

@@ -8,7 +8,7 @@ import torch
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.experiment.output_folder import CODE, CONTENT
-from metricopt_ext.methods.run_identity import FORMAT
+from metricopt_ext.methods.folder import FORMAT
 from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of

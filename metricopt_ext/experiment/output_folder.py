@@ -6,8 +6,7 @@ from typing import Any
 
 from metricopt_ext.errors import ConfigError, FileFormatError
 from metricopt_ext.experiment.own_metric import code_of_own
-from metricopt_ext.methods.run_folder import SEEDS, SETTINGS
-from metricopt_ext.methods.run_identity import FORMAT
+from metricopt_ext.methods.folder import FORMAT, SEEDS, SETTINGS
 from metricopt_ext.runtime.identity import claim, fingerprint_of_files
 from metricopt_ext.utils.files import read_json, write_json
 

@@ -16,12 +16,11 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.methods.assessment import Assessment
+from metricopt_ext.methods.folder import RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
-from metricopt_ext.methods.run_folder import RunFolder
-from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import check_strategy, sized
 from metricopt_ext.search.asking import FAILED

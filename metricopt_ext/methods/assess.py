@@ -8,9 +8,9 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.evaluating import first_answers
+from metricopt_ext.methods.folder import identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.pipeline import taken
-from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback

@@ -11,11 +11,10 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.evaluating import runner_of
+from metricopt_ext.methods.folder import HOLDOUT, RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import HOLDOUT, RunFolder
-from metricopt_ext.methods.run_identity import identity_of
 from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.runtime import distributed

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Generic
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
+from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Own, Result
-from metricopt_ext.methods.run_folder import RunFolder
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric

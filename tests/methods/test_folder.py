@@ -31,9 +31,9 @@ from metricopt_ext import (
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import FileFormatError, MetricError
 from metricopt_ext.experiment.output_folder import open_run
+from metricopt_ext.methods.folder import FORMAT
 from metricopt_ext.methods.paper.joint import AlgorithmS1
 from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.run_identity import FORMAT
 from metricopt_ext.search.direct import CMAES
 
 
