@@ -1,6 +1,5 @@
 """Images with several labels each: a CSV file that says which labels an image has, and a folder."""
 
-import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from metricopt_ext.data.reading import Reading, near_names
 from metricopt_ext.data.streamed import as_inputs
 from metricopt_ext.data.text_files import DELIMITERS, content_of, rows_of_cells
 from metricopt_ext.errors import DataError
-from metricopt_ext.utils.files import existing, walked
+from metricopt_ext.utils.files import existing, is_hidden, walked
 from metricopt_ext.utils.words import brief, counted
 
 # what the column of the images' names is called, in lower case
@@ -258,8 +257,7 @@ def _image_names(folder: Path) -> list[str]:
         names = walked(folder)[0]
     except OSError as error:
         raise DataError(f"{folder} can't be read: {brief(error)}") from error
-    hidden = re.compile(r"(^|/)(\.|__MACOSX/)")
-    return [name for name in names if name.lower().endswith(SUFFIXES) and not hidden.search(name)]
+    return [name for name in names if name.lower().endswith(SUFFIXES) and not is_hidden(name)]
 
 
 def _present(

@@ -7,7 +7,7 @@ import torch
 
 from metricopt_ext.data.splits import Splits
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.experiment.output_folder import CODE, CONTENT
+from metricopt_ext.experiment.output_folder import CODE, FILES
 from metricopt_ext.methods.folder import FORMAT
 from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.config import RetrievalConfig
@@ -54,7 +54,7 @@ def read_run(folder: Path) -> tuple[RetrievalConfig, list[int]]:
     settings = read_json(file)
     if (theirs := settings.pop("format", None)) != FORMAT:
         raise DataError(f"{file} is of another version of this library: its format is {theirs}, not {FORMAT}")
-    settings = {key: value for key, value in settings.items() if key not in (CODE, CONTENT)}
+    settings = {key: value for key, value in settings.items() if key not in (CODE, FILES)}
     try:
         config = load_config(RetrievalConfig, settings)
     except ConfigError as error:

@@ -17,7 +17,7 @@ from metricopt_ext.data.streamed import StreamedImages, as_inputs
 from metricopt_ext.errors import DataError
 from metricopt_ext.runtime.pace import followed
 from metricopt_ext.utils.checks import check_at_least
-from metricopt_ext.utils.files import bytes_of, existing, walked
+from metricopt_ext.utils.files import bytes_of, existing, is_hidden, walked
 from metricopt_ext.utils.words import brief, counted
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,6 @@ SUFFIXES = (
 )
 
 # What systems put into folders, besides hidden files.
-_SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def load_image_folder(
@@ -175,7 +174,7 @@ def _chosen(
 ) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """The names of the images to read, their labels and the classes' names."""
     layout = "/".join([*["<group>"] * (depth - 1), "<class>", "<file>"])
-    seen = sorted(name for name in entries if not _hidden(name))
+    seen = sorted(name for name in entries if not is_hidden(name))
     names = [name for name in seen if name.lower().endswith(SUFFIXES)]
     others = [name for name in seen if not name.endswith("/") and not name.lower().endswith(SUFFIXES)]
     if not names:
@@ -251,10 +250,6 @@ def _warn_of_frames(path: Path, names: Sequence[str]) -> None:
     if names:
         what = f"of {counted(len(names), 'image')} with several frames only the first is read"
         warnings.warn(f"{path}: {what}: {_few(names)}", stacklevel=3)
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part in _SYSTEM for part in PurePosixPath(name).parts)
 
 
 def _pixels(

@@ -16,7 +16,7 @@ from metricopt_ext.methods.assessment import QUERIES as FIRST
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
-from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_files
+from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_content
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.cost_scale import CostScale
@@ -134,8 +134,8 @@ class CheckpointRun(ProgramRun):
             FileFormatError: The folder holds a run, and ``resume`` is False or it is another.
         """
         identity = {
-            "content of the checkpoint": fingerprint_of_files([self.file.path]),
-            "mix": fingerprint_of_files(self.moving.others),
+            "content of the checkpoint": fingerprint_of_content(self.file.path),
+            "mix": [fingerprint_of_content(each) for each in self.moving.others],
             "moved": [key for part in self.moving.parts for key in part.keys],
         }
         super().claim({**identity, **described}, resume)

@@ -10,7 +10,7 @@ from metricopt_ext.methods.folder import FORMAT, SEEDS, SETTINGS
 from metricopt_ext.runtime.identity import claim, fingerprint_of_files
 from metricopt_ext.utils.files import read_json, write_json
 
-CONTENT = "content of the data's files"  # beside the settings
+FILES = "names and sizes of the data's files"  # beside the settings
 CODE = "own code"  # beside them too: of the functions that they name
 
 # Settings of a tool's run that may change on resuming: which seeds to run, and how.
@@ -42,7 +42,7 @@ def open_run(
         folder: The output folder.
         settings: The run's.
         resume: Continue what an earlier run left there.
-        files: Files and folders of the data, whose content may not change either.
+        files: Files and folders of the data, whose names and sizes may not change either.
         grows: Whether its seeds can go on with more ``queries``; the other methods' searches then begin anew.
 
     Raises:
@@ -58,7 +58,7 @@ def open_run(
     elif not resume:
         raise FileFormatError(f"{folder} holds an earlier run: add --resume to continue it, or use another folder")
     identity = {"format": FORMAT, **{key: settings[key] for key in sorted(settings.keys() - RUN_AGAIN_KEYS)}}
-    identity |= {CONTENT: fingerprint_of_files(files)} if files else {}
+    identity |= {FILES: fingerprint_of_files(files, besides=folder)} if files else {}
     if code:
         identity[CODE] = code
     kept = read_json(file) if file.exists() else {}

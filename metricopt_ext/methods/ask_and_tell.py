@@ -204,7 +204,8 @@ class Search:
             strategy.check(task)
             task.check_loss(seed, 2)
         others = {name: start for name, start in candidates.items() if name != "start"}
-        identity = identity_of(strategy, task, others, seed=seed, size={} if strategy.anytime else size)
+        settings = {**strategy.identity(), **({} if strategy.anytime else size)}
+        identity = identity_of(settings, task, others, seed)
         self.folder: RunFolder = RunFolder(output_dir, identity)
         self.task: FinetuneTask = task
         self.strategy: SearchStrategy = strategy
@@ -331,11 +332,13 @@ class Search:
 
         Raises:
             BudgetError: Too few trials were told; the message says how many are missing.
-            FileFormatError: The folder was removed or replaced, or left by `close` and changed by another process; the
-                model is as it was.
+            FileFormatError: The folder was replaced, or left by `close` and changed by another process; the model is as
+                it was.
+            OSError: It was removed.
         """
         result = self._run.outcome(self._asking)
-        with self.folder.held(self._asking.log.check_unchanged):  # before the model is another
+        with self.folder.held():
+            self._asking.log.check_unchanged()  # before the model is another
             self.task.adapter.apply(result.start_of(result.chosen))
             self.folder.keep(self.task, result)
         return result

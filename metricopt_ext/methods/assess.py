@@ -91,7 +91,7 @@ def assess(
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
     task.metric.ledger.require(queries)
     kept = output_dir is not None or distributed.several()
-    identity = identity_of(search, task, starts, seed=seed, size={}) if kept else {}
+    identity = identity_of(search.identity(), task, starts, seed) if kept else {}
     with ExitStack() as run:
         folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
         log = folder.log(task.metric)

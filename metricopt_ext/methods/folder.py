@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -17,13 +17,13 @@ from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.identity import Held, claim, fingerprint, fingerprint_of_code, sole_writer
+from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint, fingerprint_of_code, sole_writer
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Settings, Value
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished
@@ -47,7 +47,8 @@ class RunFolder:
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path: Path | None = None if path is None else Path(path).absolute()  # a metric may change the directory
         self.identity: dict[str, Any] = identity
-        self._held: Held | None = None
+        self._check_held: Callable[[], None] = lambda: None
+        self._left = False  # whether it was taken, and left to other processes
         self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
 
     @cached_property
@@ -55,7 +56,7 @@ class RunFolder:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
         store = TrajectoryStore(folder, self.identity)
-        store.check = self.check_held
+        store.check = self._check_held
         return store
 
     @contextmanager
@@ -71,7 +72,7 @@ class RunFolder:
         """
         with ExitStack() as held:
             if (path := self.path) is not None:
-                distributed.on_first(lambda: self._take(path, held, resume))
+                distributed.only_first(lambda: self._take(path, held, resume))
             yield
 
     def check(self, resume: bool) -> None:
@@ -83,48 +84,28 @@ class RunFolder:
         """
         if (path := self.path) is not None:
             with sole_writer(path):
-                self._refuse_another(path, resume)
-
-    def _refuse_another(self, path: Path, resume: bool) -> None:
-        if not resume and any((path / name).exists() for name in (IDENTITY, TRAJECTORIES, EVALUATIONS)):
-            raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
-
-    def check_held(self) -> None:
-        """Refuse to write into a folder that was left, removed or replaced since `writing` took it.
-
-        Raises:
-            FileFormatError: It was.
-        """
-        if self._held is not None:
-            self._held.check()
-
-    @contextmanager
-    def held(self, check_unchanged: Callable[[], None]) -> Iterator[None]:
-        """Keep other processes from writing to the folder inside the ``with`` block, even if it was left before.
-
-        Args:
-            check_unchanged: Called to refuse a folder that was left, if another process has gone on there.
-
-        Raises:
-            FileFormatError: One has, or writes to it now; or the folder was removed or replaced.
-        """
-        if self.path is None or self._held is None or not self._held.left:
-            self.check_held()
-            yield
-            return
-        if not self.path.is_dir():
-            raise FileFormatError(f"{self.path} was removed since it was left; search again in a new folder")
-        with sole_writer(self.path) as self._held:
-            check_unchanged()
-            yield
+                _refuse_another(path, resume)
 
     def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
-        self._held = held.enter_context(sole_writer(path))  # first: of two runs that begin at once, one alone may claim
-        self._refuse_another(path, resume)
-        _refuse_nameless(path)
+        # First: of two runs that begin at once, one alone may claim.
+        self._check_held = held.enter_context(sole_writer(path))
+        held.callback(setattr, self, "_left", True)
+        _refuse_another(path, resume)
         claim(path / IDENTITY, self.identity)  # it guards the evaluations too
         remove_unfinished(path)
         remove_unfinished(path / TRAJECTORIES)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from writing to the folder inside the ``with`` block, even if it was left before.
+
+        Raises:
+            FileFormatError: Another process writes to it now.
+        """
+        with ExitStack() as again:
+            if self.path is not None and self._left:
+                self._check_held = again.enter_context(sole_writer(self.path))
+            yield
 
     @contextmanager
     def counted(self, task: FinetuneTask, queries: int) -> Iterator[FinetuneTask]:
@@ -159,7 +140,7 @@ class RunFolder:
     def log(self, metric: Metric, name: str = EVALUATIONS) -> Log:
         """Return a log of the run; of ranks that share it, the first one's is in the folder, the others' in memory."""
         path = None if self.path is None else self.path / name
-        log = distributed.only_first(lambda: Log(path, metric, self.check_held)) or Log(None, metric)
+        log = distributed.only_first(lambda: Log(path, metric, self._check_held)) or Log(None, metric)
         log.entries, log.sittings = distributed.on_first(lambda: (log.entries, log.sittings))
         return log
 
@@ -185,7 +166,7 @@ class RunFolder:
     def _write(self, task: FinetuneTask, result: Result[Any]) -> None:
         if self.path is None:
             return
-        self.check_held()
+        self._check_held()
         for name, each in result.products().items():
             each.save(self.path / f"{name}.safetensors")
         if task.settings is not None and result.settings is not None:
@@ -194,89 +175,62 @@ class RunFolder:
         task.adapter.save(self.path / ADAPTER)
 
 
-def _refuse_nameless(path: Path) -> None:
-    """Refuse kept work of which nobody can tell what it belongs to.
-
-    Raises:
-        FileFormatError: There is some, but its identity is missing or damaged.
-    """
-    kept = [name for name in (EVALUATIONS, TRAJECTORIES) if (path / name).exists()]
-    if not kept:
+def _refuse_another(path: Path, resume: bool) -> None:
+    """Refuse a folder that holds a run which is not to be resumed, or work of which nobody knows what it belongs to."""
+    if not any((path / name).exists() for name in (IDENTITY, EVALUATIONS, TRAJECTORIES)):
         return
+    if not resume:
+        raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
     try:
-        if (path / IDENTITY).exists():
-            read_json(path / IDENTITY)
-            return
-        why = f"{IDENTITY} is missing"
-    except FileFormatError:
-        why = f"{IDENTITY} is damaged"
-    raise FileFormatError(
-        f"{path} holds {kept[0]}, but {why}, so nobody can tell which run they are of; use another output folder"
-    )
-
-
-class Described(Protocol):
-    """A strategy that tells what a run of it depends on."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return that as JSON."""
-        ...
+        read_json(path / IDENTITY)
+    except (OSError, FileFormatError) as error:
+        raise FileFormatError(
+            f"{path} holds a run, but its {IDENTITY} is missing or damaged, so nobody can tell which; use another"
+            " output folder"
+        ) from error
 
 
 def identity_of(
-    strategy: Described,
-    task: FinetuneTask,
-    starts: Mapping[str, Start | StartLine],
-    *,
-    seed: int,
-    size: dict[str, int],
+    settings: dict[str, Any], task: FinetuneTask, starts: Mapping[str, Start | StartLine], seed: int
 ) -> dict[str, Any]:
-    """Return what a run depends on, to tell it from other runs.
+    """Return what a run depends on, as JSON, to tell it from other runs.
+
+    Of loss, labels and batches it is the loss of the first one, and of the metric's function its own code. Data that
+    the metric alone sees is not looked at.
 
     Args:
-        strategy: The learner or search.
+        settings: The strategy's, with sizes that follow from the budget: the tasks of a round, or the queries of a
+            search.
         task: Its model's weights count, so a retrained model makes another run.
         starts: What a guided search may begin from.
         seed: The run's seed.
-        size: Sizes that follow from the budget: the tasks of a round, or the queries of a search.
     """
-    settings = strategy.identity()
-    if starts:
-        settings["starts"] = {name: _identity_of_start(each) for name, each in starts.items()}
-    return {**settings, **size, **identity_of_task(task, seed)}
-
-
-def _identity_of_start(start: Start | StartLine) -> Any:
-    if isinstance(start, StartLine):
-        return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
-    return [start.digest, dict(start.settings)] if start.settings else start.digest
-
-
-def identity_of_task(task: FinetuneTask, seed: int) -> dict[str, Any]:
-    """Return what any run on a task depends on, whatever its method.
-
-    It is the format of what is kept, seed, metric, adapter and weights; of loss, labels and batches it is the loss of
-    the first one, and of the metric's function its own code. Data that the metric alone sees is not looked at.
-    """
-    metric = task.metric
+    metric, combination = task.metric, task.metric.combination
+    bounded = {
+        name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
+        for name, text in metric.subject_to.items()
+    }
     with task.keeping_weights():
         first_loss = task.first_loss(seed)
-    return {
+    content = {
+        **settings,
+        "starts": {name: _identity_of_start(each) for name, each in starts.items()} or None,
         "format": FORMAT,
         "seed": seed,
         "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
         "repeats": metric.repeats,
-        **({"classes are new": True} if metric.new_classes else {}),
+        "classes are new": metric.new_classes or None,
         "code of the metric": fingerprint_of_code(metric.function),
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
-        "loss of the first batch": first_loss,
+        FIRST_LOSS: first_loss,
         "population": task.at_once,
-        **({} if metric.combination is None else {"made of outcomes": _made_of(metric.combination)}),
-        **({} if not metric.subject_to else {"subject to": bounded(metric)}),
-        **({} if task.gradients is None else {"gradients": fingerprint({"gradients": task.gradients})}),
-        **({} if task.settings is None else {"settings of inference": task.settings.identity()}),
+        "made of outcomes": combination and _made_of(combination),
+        "subject to": bounded or None,
+        "gradients": None if task.gradients is None else fingerprint({"gradients": task.gradients}),
+        "settings of inference": None if task.settings is None else task.settings.identity(),
     }
+    return {key: value for key, value in content.items() if value is not None}
 
 
 def _made_of(combination: Combination) -> list[Any]:
@@ -284,12 +238,10 @@ def _made_of(combination: Combination) -> list[Any]:
     return [fingerprint_of_code(how) if callable(how) else how, combination.combined, told]
 
 
-def bounded(metric: Metric) -> dict[str, list[str]]:
-    """Return what a metric is subject to by name, each with the digest of the function that tells it, if one does."""
-    return {
-        name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
-        for name, text in metric.subject_to.items()
-    }
+def _identity_of_start(start: Start | StartLine) -> Any:
+    if isinstance(start, StartLine):
+        return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
+    return [start.digest, dict(start.settings)] if start.settings else start.digest
 
 
 def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:
@@ -318,53 +270,32 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
     finished = _finished(Path(folder))
-    # First: of a damaged file the model gets nothing.
-    said, values = (_settings_beside(finished), {}) if settings is None else ("", _values_of(finished, settings))
-    adapter = load_adapter(model, finished / ADAPTER)
+    file = finished / INFERENCE
+    changed = changed_inference(file) if file.exists() else {}  # first: of a damaged file the model gets nothing
+    values = {name: value for name, (_, value) in changed.items()}
+    if settings is not None:
+        if not file.exists():
+            raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
+        settings.complete(values)
+        for name, (default, _) in changed.items():
+            if default != (own := settings[name].default):
+                raise ValueError(
+                    f"{file}: {name} was {shown(default)} by default, and is {shown(own)} by the given settings; make"
+                    " them of the model as the run had it"
+                )
+    adapter, said = load_adapter(model, finished / ADAPTER), ""
     if settings is not None:
         said = settings.set_on(model, values)
+    elif changed:
+        changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
+        said = (
+            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
+            f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had, or give these"
+            " to load_run, settings=, which sets what the model can hold"
+        )
     if said:
         warnings.warn(said, stacklevel=2)
     return adapter
-
-
-def _settings_beside(finished: Path) -> str:
-    """Say which settings of inference a run kept that no model holds; empty if there are none."""
-    file = finished / INFERENCE
-    if not file.exists():
-        return ""
-    try:
-        changed = changed_inference(file)
-    except ModuleNotFoundError as error:  # a run needs no package to write them
-        return f"{file} has settings of inference, and no one can tell which without {error.name}: install it"
-    if not changed:
-        return ""
-    changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
-    return (
-        f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
-        f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had, or give these to"
-        " load_run, settings=, which sets what the model can hold"
-    )
-
-
-def _values_of(finished: Path, settings: Settings) -> dict[str, Value]:
-    """Return the settings that a run kept, other than the model's own; those of the given Settings.
-
-    Raises:
-        ValueError: These lack one, or have another default.
-    """
-    file = finished / INFERENCE
-    if not file.exists():
-        raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
-    changed = changed_inference(file)
-    settings.complete({name: value for name, (_, value) in changed.items()})
-    for name, (default, _) in changed.items():
-        if default != (own := settings[name].default):
-            raise ValueError(
-                f"{file}: {name} was {shown(default)} by default, and is {shown(own)} by the given settings; make them"
-                " of the model as the run had it"
-            )
-    return {name: value for name, (_, value) in changed.items()}
 
 
 def _finished(folder: Path) -> Path:
@@ -373,9 +304,7 @@ def _finished(folder: Path) -> Path:
         return folder
     seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
     if len(seeds) > 1:
-        names = ", ".join(
-            each.name if (each / ADAPTER).exists() else f"{each.name} (no {ADAPTER} yet)" for each in seeds
-        )
+        names = ", ".join(f"{each.name}{'' if (each / ADAPTER).exists() else ' (unfinished)'}" for each in seeds)
         raise FileFormatError(f"{folder} holds several seeds, each with a model of its own; name one of {names}")
     known = any((folder / name).exists() for name in (IDENTITY, SETTINGS, TRAJECTORIES, EVALUATIONS))
     if not seeds and not known and (folder / "search").is_dir():  # as Detectron2's tools name it

@@ -113,7 +113,8 @@ def optimize_metric(
     if holdout is not None:
         check_holdout(task, holdout)
     kept = output_dir is not None or distributed.several()
-    identity = identity_of(runner, task, starts, seed=seed, size={} if runner.grows else size) if kept else {}
+    settings = {**runner.identity(), **({} if runner.grows else size)}
+    identity = identity_of(settings, task, starts, seed) if kept else {}
     if kept and holdout is not None:
         identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
     with ExitStack() as run:

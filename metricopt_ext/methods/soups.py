@@ -21,7 +21,7 @@ from metricopt_ext.errors import BudgetError, FileFormatError
 from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
-from metricopt_ext.runtime.identity import claim, fingerprint
+from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
@@ -226,7 +226,7 @@ def _finetune(
     if given is None or (training.train is None and task.loss is None):
         raise ValueError("finetunes need a loss and batches, and the task has none; give it loss= and batches=")
     steps = training.share_of(share)
-    depends: dict[str, Any] = {"seed": seed, "steps": steps, "lr": training.lr, "loss": task.first_loss(0)}
+    depends: dict[str, Any] = {"seed": seed, "steps": steps, "lr": training.lr, FIRST_LOSS: task.first_loss(0)}
     depends |= {"rebalanced": training.rebalanced is not None, "augmented": training.augment is not None}
     folder = files[0].parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,21 @@ from torch import Tensor
 
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.runtime.pace import followed
-from metricopt_ext.utils.files import read_json, to_json, walked, write_json
+from metricopt_ext.utils.files import is_hidden, read_json, to_json, walked, write_json
 from metricopt_ext.utils.words import brief
 
 LOCK = ".lock"
+FIRST_LOSS = "loss of the first batch"
 ROUNDING = 1e-4  # far above what processors differ by in float32, far below what a change of settings does
+NOISE = 1e-2  # of a loss, which a whole network rounds to, of another processor and its TF32; other data differ by more
 ABSENT = "nothing"
 
 
 def claim(path: str | Path, identity: dict[str, Any]) -> None:
     """Record what a folder's content depends on, or check it against what an earlier run recorded.
 
-    Numbers with a fraction may differ by `ROUNDING` of their size: processors round differently.
+    Numbers with a fraction may differ by `ROUNDING` of their size, and `FIRST_LOSS` by `NOISE`: processors round
+    differently.
 
     Raises:
         FileFormatError: The folder belongs to a run with other settings; the message names the first that differs.
@@ -41,7 +44,7 @@ def claim(path: str | Path, identity: dict[str, Any]) -> None:
         return
     theirs = read_json(path)
     for key in {**identity, **theirs}:  # in the identity's order, so that causes can come before what follows from them
-        if not same(theirs.get(key), identity.get(key)):
+        if not same(theirs.get(key), identity.get(key), NOISE if key == FIRST_LOSS else ROUNDING):
             name, old, new = _first_that_differs(key, theirs.get(key), identity.get(key))
             raise FileFormatError(
                 f"{Path(path).parent} holds another run: {name} was {brief(old)}, now {brief(new)};"
@@ -58,14 +61,14 @@ def _first_that_differs(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
     return name, old, new
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are the same, numbers but for `ROUNDING`."""
+def same(a: Any, b: Any, rounding: float = ROUNDING) -> bool:
+    """Whether two values of JSON are the same, numbers but for a share of their size."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+        return math.isclose(a, b, rel_tol=rounding) or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
 
 
@@ -119,73 +122,49 @@ def _described_code(code: CodeType) -> str:
     return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
 
 
-def fingerprint_of_files(paths: Iterable[Path]) -> str:
-    """Return 16 hexadecimal digits that identify files, and all files in folders, by name, size and content.
+def fingerprint_of_files(paths: Iterable[Path], besides: Path | None = None) -> str:
+    """Return 16 hexadecimal digits that identify files, and all files in folders, by name and size; none is read.
 
-    Names count from each path on, so that a folder may be moved; everything is read once, what links lead to too. A
-    path that does not exist is left to whoever reads it to report.
+    Names count from each path on, so that a folder may be moved; links are followed. Hidden files do not count, which
+    systems write by themselves (`is_hidden`). A path that does not exist is left to whoever reads it to report.
+
+    Args:
+        paths: The files and folders.
+        besides: A folder that does not count where it is in one of these: the run's own.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
-        found = [path / name for name in walked(path)[0]] if path.is_dir() else [path]
-        files = sorted(each for each in found if each.is_file())
-        for file in followed(files, f"tell {path} by its content", len(files)):
-            with open(file, "rb") as opened:
-                content = hashlib.file_digest(opened, "blake2b").hexdigest()
-            digest.update(f"{file.relative_to(path)} {file.stat().st_size} {content}\n".encode())
+        names, own = walked(path)[0] if path.is_dir() else [""], ""
+        if besides is not None and besides.resolve().is_relative_to(path.resolve()):
+            own = f"{besides.resolve().relative_to(path.resolve())}/"
+        told = [name for name in names if not (is_hidden(name) or (own and name.startswith(own)))]
+        for name in followed(told, f"tell {path} by its files", len(told)):
+            if (path / name).is_file():
+                digest.update(f"{name} {(path / name).stat().st_size}\n".encode())
     return digest.hexdigest()
 
 
-class Held:
-    """A folder that this process alone writes to.
-
-    Args:
-        folder: The folder.
-        lock: Its lock, which is held.
-    """
-
-    def __init__(self, folder: Path, lock: FileLock) -> None:
-        self._folder, self._lock = folder, lock
-        self._taken = os.stat(folder / LOCK)  # the open file keeps its number from others
-
-    @property
-    def left(self) -> bool:
-        """Whether it was left to other processes."""
-        return not self._lock.is_locked
-
-    def check(self) -> None:
-        """Refuse to write once the folder is no longer the one that was taken, as it was left, removed or replaced.
-
-        Raises:
-            FileFormatError: It was left to other processes, or is another, or gone.
-        """
-        if self.left:
-            raise FileFormatError(
-                f"{self._folder} was left to other processes, as by close(), so nothing more is written; go on by a new"
-                " search or run with resume=True"
-            )
-        with suppress(OSError):
-            if os.path.samestat(os.stat(self._folder / LOCK), self._taken):
-                return
-        raise FileFormatError(
-            f"{self._folder} was removed or replaced while this run wrote to it, so the run ends; leave the folder"
-            " alone, and start again in a new one"
-        )
+def fingerprint_of_content(file: Path) -> str:
+    """Return 16 hexadecimal digits that identify what a file holds."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=8)).hexdigest()
 
 
 @contextmanager
-def sole_writer(folder: str | Path) -> Iterator[Held]:
+def sole_writer(folder: str | Path) -> Iterator[Callable[[], None]]:
     """Keep other processes from writing to a folder meanwhile; the lock ends with the process, however that ends.
 
     Yields:
-        What tells whether the folder is still the same.
+        A function that raises a FileFormatError if the folder was left since or replaced, and an OSError if it was
+        removed.
 
     Raises:
         FileFormatError: Another process writes to it, or its file system has no locks.
         OSError: The folder, or the lock's file in it, can't be made.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder) / LOCK, timeout=0)
+    file = Path(folder) / LOCK
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
@@ -199,8 +178,17 @@ def sole_writer(folder: str | Path) -> Iterator[Held]:
             f"{folder} can't be kept from other processes: its file system has no working locks ({brief(error)}), as"
             " some that are mounted over a network; use another output folder, on a local disk"
         ) from error
+    taken = os.stat(file)  # the open file keeps its number from others
+
+    def check() -> None:
+        if not (lock.is_locked and os.path.samestat(os.stat(file), taken)):
+            raise FileFormatError(
+                f"{folder} was left to other processes, as by close(), or replaced, so nothing more is written; go on"
+                " by a new search or run with resume=True"
+            )
+
     try:
-        yield Held(Path(folder), lock)
+        yield check
     finally:
         with suppress(OSError):  # an error here would hide how the run ended; the lock ends with the process
             lock.release()

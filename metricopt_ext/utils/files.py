@@ -28,6 +28,9 @@ UNFINISHED = ".unfinished"
 # What code raises that meets other content than it was written for; RuntimeError is PyTorch's.
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
+# What systems write into folders, besides names that begin with a dot.
+SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
+
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".7z", ".rar")
 
 Module = TypeVar("Module", bound="nn.Module")
@@ -156,6 +159,11 @@ def walked(folder: Path) -> tuple[list[str], list[str]]:
                     else:
                         (links if each.is_symlink() else inner).append(f"{name}{each.name}/")
     return sorted(names[1:]), sorted(again)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a path has a part that systems hide, or write by themselves beside what people put there."""
+    return any(part.startswith(".") or part in SYSTEM for part in name.split("/"))
 
 
 def parse_json(text: str | bytes) -> Any:

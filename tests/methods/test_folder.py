@@ -54,30 +54,31 @@ def test_a_run_folder_is_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
-    tree, listed = tmp_path / "tree", tmp_path / "list.txt"
-    (tree / "images").mkdir(parents=True)
-    (tree / "images" / "a.png").write_bytes(b"12")
-    (tree / "b.txt").write_bytes(b"3")
-    listed.write_text("a\n")
+    tree = tmp_path / "tree"
+    folder = tree / "out"
+    tree.mkdir()
+    (tree / "a.txt").write_bytes(b"1")
+    for resume in (False, True):
+        open_run(folder, {"queries": 600}, resume=resume, files=[tree])
+        (folder / "seed-3").mkdir(exist_ok=True)
+        (tree / "Thumbs.db").write_bytes(b"")
+    (tree / "b.txt").write_bytes(b"2")
+    assert_refused(lambda: open_run(folder, {"queries": 600}, resume=True, files=[tree]), FileFormatError, "files")
 
-    def opened(run: int, at: Path = tree) -> None:
-        open_run(tmp_path / f"run-{run}", {"queries": 600}, resume=True, files=[at, listed])
-        (tmp_path / f"run-{run}" / "seed-3").mkdir(exist_ok=True)
 
-    opened(0)
-    opened(0, shutil.copytree(tree, tmp_path / "copied"))
-    for run, change in enumerate(
-        (
-            lambda: (tree / "b.txt").write_bytes(b"4"),
-            lambda: (tree / "c.txt").write_bytes(b""),
-            lambda: (tree / "b.txt").rename(tree / "d.txt"),
-            lambda: listed.write_text("b\n"),
-            lambda: shutil.rmtree(tree),
-        )
-    ):
-        opened(run)
-        change()
-        assert_refused(lambda run=run: opened(run), FileFormatError)
+def test_a_folder_that_vanishes_ends_the_run(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+
+    def vanishing(model: Any) -> float:
+        if task.queries == 5:
+            (tmp_path / "run").rename(tmp_path / "gone")
+        return task.distance(model)
+
+    judged = task.judged_by(Metric(vanishing, maximize=False, bounds=None, name="distance"))
+    with pytest.raises(OSError, match="run"):
+        optimize_metric(judged, queries=30, output_dir=tmp_path / "run", callback=Callback())
+    assert not (tmp_path / "run").exists()
+    assert task.queries == 6
 
 
 def test_a_run_is_not_resumed_on_other_code_of_its_metric(tmp_path: Path) -> None:

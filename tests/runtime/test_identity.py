@@ -1,6 +1,7 @@
 """Whose a folder is: fingerprints of weights, code and files, and one writer at a time."""
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -10,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.refusals import assert_named
+from helpers.refusals import assert_named, assert_refused
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.runtime.identity import claim, fingerprint, fingerprint_of_code, sole_writer
+from metricopt_ext.runtime.identity import (
+    FIRST_LOSS,
+    claim,
+    fingerprint,
+    fingerprint_of_code,
+    fingerprint_of_files,
+    sole_writer,
+)
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -61,6 +69,47 @@ def test_processors_may_round_differently(tmp_path: Path) -> None:
         with pytest.raises(FileFormatError) as caught:
             claim(tmp_path / "identity.json", {"steps": 3, "loss": 0.25, "of": {"each": [0.5, 1.0]}, **other})
         assert_named(caught, *names)
+
+
+def test_the_first_loss_is_compared_within_a_networks_noise(tmp_path: Path) -> None:
+    claim(tmp_path / "identity.json", {FIRST_LOSS: 0.25})
+    claim(tmp_path / "identity.json", {FIRST_LOSS: 0.251})
+    with pytest.raises(FileFormatError) as caught:
+        claim(tmp_path / "identity.json", {FIRST_LOSS: 0.26})
+    assert_named(caught, "loss", "0.25", "0.26")
+
+
+def test_files_are_told_by_name_and_size(tmp_path: Path) -> None:
+    """What systems hide and the folder of the run itself don't count, and links are followed."""
+    tree, linked = tmp_path / "tree", tmp_path / "linked"
+    (tree / "images").mkdir(parents=True)
+    (tree / "images" / "a.png").write_bytes(b"12")
+    (tree / "b.txt").write_bytes(b"3")
+    linked.mkdir()
+    (linked / "c.png").write_bytes(b"4")
+    (tree / "others").symlink_to(linked)
+
+    def told(*more: Path) -> str:
+        return fingerprint_of_files([tree, *more], besides=tree / "out")
+
+    first = told()
+    for name in ("Thumbs.db", "images/.DS_Store", "out/report.json", "out/seed-0/log.jsonl"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(b"more")
+    (tree / "b.txt").write_bytes(b"5")
+    assert told() == first
+    assert fingerprint_of_files([shutil.copytree(tree, tmp_path / "copy")], besides=tmp_path / "copy/out") == first
+    found = [first, fingerprint_of_files([tree]), told(tree / "b.txt")]
+    for change in (
+        lambda: (tree / "b.txt").write_bytes(b"56"),
+        lambda: (tree / "c.txt").write_bytes(b""),
+        lambda: (tree / "b.txt").rename(tree / "d.txt"),
+        lambda: (linked / "c.png").write_bytes(b"78"),
+        lambda: shutil.rmtree(tree),
+    ):
+        change()
+        found.append(told())
+    assert len(set(found)) == len(found)
 
 
 def made(value: float) -> Any:
@@ -115,6 +164,18 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
             pass
     with sole_writer(tmp_path / "run"):
         pass
+
+
+def test_a_writer_is_told_when_the_folder_is_no_longer_its_own(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "run") as check:
+        check()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert_refused(check, OSError)
+        with sole_writer(tmp_path / "run"):
+            assert_refused(check, FileFormatError)
+    with sole_writer(tmp_path / "other") as check:
+        pass
+    assert_refused(check, FileFormatError)
 
 
 def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
