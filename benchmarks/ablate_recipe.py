@@ -36,7 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import AdamPolicy, Recipe, RecipeDetails
+from metricopt_ext.methods.paper.recipe import AdamPolicy, Recipe, StepWeights
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
@@ -286,16 +286,17 @@ def ablate_seed(
         ready = ClassificationExperiment(config, folder, seed)
         result = run(ready, seed)
         assert result.fit is not None
+        assert result.setting is not None
         spent = sum(result.queries.values())
-        folds = recipe.folds_for(len(result.details.trajectories))
-        trivial = trivial_predictors(result.details.trajectories, folds=folds, seed=seed)
+        folds = recipe.folds_for(len(result.trajectories))
+        trivial = trivial_predictors(result.trajectories, folds=folds, seed=seed)
         known = {name: quality.spearman for name, quality in trivial.items()}
         rows[DEFAULT] = Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), spent, known)
         for name, change in chosen(FITS, changes).items():
             changed = replace(recipe, **change)
             remember(name, lambda changed=changed: fitted(ready, result, changed, seed))  # type: ignore[misc]
         for name, (rule, change, setting) in chosen(STEPS, changes).items():
-            weight, metric_step = setting or result.details.setting
+            weight, metric_step = setting or result.setting
             policy = rule(result.fit.f, recipe.lr, metric_step, weight, recipe.steps, **change)
             remember(name, lambda policy=policy: Row(None, followed(ready, policy, recipe, seed), spent))  # type: ignore[misc]
     else:
@@ -324,7 +325,7 @@ def observing(config: ClassificationConfig, share: float) -> list[str]:
     return [f"method.evals={evals}", f"queries={queries}"]
 
 
-def run(ready: ClassificationExperiment, seed: int, strategy: Any = None) -> Result[RecipeDetails]:
+def run(ready: ClassificationExperiment, seed: int, strategy: Any = None) -> Result:
     """Run the whole strategy, by default the config's, on separately counted queries."""
     task = ready.task.judged_by(ready.task.metric.with_settings())
     strategy = strategy or ready.config.build_strategy()
@@ -346,10 +347,11 @@ def whole(file: str, overrides: list[str], folder: Path, seed: int, change: Chan
     return Row(spearman(result.fit), test_metric(ready, result.ends["metricopt"]), sum(result.queries.values()))
 
 
-def fitted(ready: ClassificationExperiment, result: Result[RecipeDetails], recipe: Recipe, seed: int) -> Row:
+def fitted(ready: ClassificationExperiment, result: Result, recipe: Recipe, seed: int) -> Row:
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
-    fit = recipe.fit(result.details.trajectories, seed)
-    policy = recipe.policy(fit.f, result.details.setting, even_untrusted=True)
+    assert result.setting is not None
+    fit = recipe.fit(result.trajectories, seed)
+    policy = recipe.policy(fit.f, StepWeights(*result.setting), even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 

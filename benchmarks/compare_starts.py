@@ -141,9 +141,10 @@ def run_seed(
         )
         assert result.fit is not None
         assert result.fit.f.quality is not None
+        assert result.setting is not None
         row["queries_once"] = sum(result.queries.values()) - result.queries_per_start
         row["spearman"] = result.fit.f.quality.spearman
-        runs = runs_of(ready, result.fit, result.details.setting, plan.budgets)
+        runs = runs_of(ready, result.fit, StepWeights(*result.setting), plan.budgets)
 
         def points(name: str, number: int) -> list[tuple[int, float]]:
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]

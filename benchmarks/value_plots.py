@@ -20,7 +20,6 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.style import new_figure, print_written, save_figure
-from metricopt_ext.methods.paper.recipe import RecipeDetails
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.task import FinetuneTask
@@ -55,7 +54,7 @@ def main() -> None:
 
 def draw_value_function(
     task: FinetuneTask,
-    result: Result[Any],
+    result: Result,
     paths: Mapping[str, Tensor],
     folder: Path,
     *,
@@ -76,9 +75,8 @@ def draw_value_function(
     shown = {**paths, "metricopt": result.path}
     with task.adapter.applied(result.candidates[result.started_at]):
         landscape = plot_landscape(task, f, shown, folder / "landscape.png", grid=grid)
-    if not isinstance(result.details, RecipeDetails):
+    if not (trajectories := result.trajectories):
         return [landscape]
-    trajectories = result.details.trajectories
     some = trajectories[:: max(1, len(trajectories) // 6)][:6]
     posterior = GaussianProcess(trajectories).posterior(some)
     drawn = [plot_interpolation(some, posterior, task.metric, folder / "interpolation.png"), landscape]

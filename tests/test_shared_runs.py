@@ -114,7 +114,7 @@ def run(name):
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}
         kept |= {"quality": repr(fit.f.quality), "predicted": fit.predicted}
     if name == "learned":
-        kept |= {"path": run.path, "rule": run.details.rule.weights.detach()}
+        kept |= {"path": run.path, "rule": run.rule.weights.detach()}
     return kept
 
 with errors_in_one_line(keeps=out), distributed.joined():

@@ -49,8 +49,6 @@ from metricopt_ext.experiment.program_switches import (
     print_settings,
     read_scores,
     show_end,
-    told_besides,
-    told_of_outcomes,
     told_of_settings,
     unguarded,
 )
@@ -321,7 +319,6 @@ def report(
         seconds: How long both took.
     """
     from metricopt_ext.experiment.style import print_table, print_written
-    from metricopt_ext.methods.constrained import besides
     from metricopt_ext.utils.files import write_json
     from metricopt_ext.utils.versions import versions
     from metricopt_ext.utils.words import decimals
@@ -335,19 +332,7 @@ def report(
     content = {
         "task": "checkpoint",
         "metric": {"name": result.metric, "maximize": one.maximize},
-        "before": result.before,
-        "after": result.after,
-        "best": result.best,
-        **({} if result.outcomes is None else told_of_outcomes(result.outcomes.pairs(result.chosen))),
-        **told_besides(result.also, result.constrained, result.chosen),
-        "kept": result.chosen,
-        "guard": {
-            "by": result.guard,
-            "chance": result.chance,
-            "optimism": result.optimism,
-            "needed": result.needed,
-            "held out": result.holdout,
-        },
+        **{key: each for key, each in result.to_json().items() if key not in ("metric", "queries")},
         "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,
@@ -373,17 +358,7 @@ def report(
     )
     for line in [] if first is None else [*first.lines(settings), *unguarded(arguments, first.guard)]:
         print(plain(f"settings: {line}"))
-    outcomes = [] if result.outcomes is None else result.outcomes.lines(result.chosen)
-    for line in [*outcomes, *besides(result.also, result.constrained)]:
-        print(plain(line))
-    for line in [] if result.constrained is None else result.constrained.lines(result.chosen):
-        print(plain(line))
-    for name, value in result.holdout.items():
-        print(plain(f"held out, {name}: {decimals(value)}"))
-    if result.best != result.after:
-        print(f"the best candidate has {decimals(result.best)}, but {result.doubt()}")
-    said = result.details.lines(result)  # what there is to say of the search
-    print(*map(plain, [*unguarded(arguments, result.guard), *said]), sep="\n")
+    print(*map(plain, [*result.findings(), *unguarded(arguments, result.guard), *result.on_search()]), sep="\n")
     print_written(*written)
     if tuned.changed:
         print(plain(f"{arguments.output} is tuned: {decimals(result.before)} -> {decimals(result.after)}"))

@@ -220,7 +220,7 @@ def on_file(started: Started, task: FinetuneTask) -> Log:
 
 
 def optimizing(
-    strategy: SearchStrategy | LearningStrategy[Any],
+    strategy: SearchStrategy | LearningStrategy,
     *,
     starts: Mapping[str, Start | StartLine] | None = None,
     confidence: float = CONFIDENCE,
@@ -241,7 +241,7 @@ def optimizing(
 
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         (queries,), meter = budgets, Meter(task)
-        result: Result[Any] = optimize_metric(
+        result: Result = optimize_metric(
             task,
             queries=queries,
             strategy=strategy,
@@ -253,7 +253,7 @@ def optimizing(
             callback=callback,
         )
         task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
-        end, path = end_of(result.start_of(result.chosen)), result.path if result.details.finetunes else None
+        end, path = end_of(result.start_of(result.chosen)), result.path if result.finetunes else None
         yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
 
     return Baseline(run)

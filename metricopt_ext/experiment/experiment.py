@@ -350,7 +350,7 @@ def run_seed(
     return record
 
 
-def _besides(experiment: Experiment[Any], result: Result[Any]) -> dict[str, dict[str, tuple[float, float]]]:
+def _besides(experiment: Experiment[Any], result: Result) -> dict[str, dict[str, tuple[float, float]]]:
     """Return what counts besides the metric, before and after; the adapter has what was kept."""
     if not result.also:
         return {}
@@ -381,13 +381,13 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
     sign = task.metric.sign
-    searched = [] if result.details.finetunes else [sign * cost for cost in result.costs]
+    searched = [] if result.finetunes else [sign * cost for cost in result.costs]
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
         quality=result.quality,
         kept=result.chosen,
-        setting=getattr(result.details, "setting", None),
+        setting=result.setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,
         chance=result.chance,
         guard=result.guard,

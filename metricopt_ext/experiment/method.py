@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +230,7 @@ class Reached:
     passes: Passes | None = None
     batch_queries: int = 0
     path: Tensor | None = None
-    result: Result[Any] | None = None
+    result: Result | None = None
 
     def after_choice(self, queries: int) -> "Reached":
         """Return the same with the queries counted that choosing the start took."""

@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import NAME
 from metricopt_ext.experiment.settings_run import AFTER, BEFORE, SettingsOutcome
 from metricopt_ext.experiment.style import print_table
-from metricopt_ext.methods.constrained import Constrained
 from metricopt_ext.methods.guard import Guard
+from metricopt_ext.methods.result import parts_to_json
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.constraints import parse_constraints
@@ -274,8 +274,8 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "before": tuned.before.value,
         "after": tuned.after.value,
         "best": tuned.best,
-        **told_of_outcomes(tuned.outcomes),
-        **told_besides(tuned.also, tuned.constrained, AFTER if tuned.changed else BEFORE),
+        **parts_to_json(tuned.outcomes, tuned.also),
+        **({} if tuned.constrained is None else tuned.constrained.to_json(AFTER if tuned.changed else BEFORE)),
         "settings": {
             name: {"before": defaults[name], "best": best[name], "after": kept[name]} for name in settings.names
         },
@@ -290,28 +290,6 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "queries": tuned.queries,
         "failed": tuned.failed,
         "seconds of a trial": {"before": tuned.before.seconds, "after": tuned.after.seconds},
-    }
-
-
-def told_of_outcomes(pairs: Mapping[str, tuple[float, float | None]]) -> dict[str, Any]:
-    """Return what a report says of the outcomes that a score is made of, before and after; nothing of a number."""
-    made = {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
-    return {"outcomes": made} if made else {}
-
-
-def told_besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None, kept: str) -> dict[str, Any]:
-    """Return what a report says of other numbers than the score: before and after, limits, and which are broken."""
-    return {
-        **(
-            {"also": {name: {"before": before, "after": after} for name, (before, after) in also.items()}}
-            if also
-            else {}
-        ),
-        **(
-            {}
-            if constrained is None
-            else {"subject to": constrained.limits.texts(), "broken": constrained.excess(kept)}
-        ),
     }
 
 

@@ -10,7 +10,6 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.paper.recipe import StepWeights
 from metricopt_ext.methods.setting_lines import SettingLine
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.described import LARGEST, from_json
@@ -82,7 +81,7 @@ class SeedRecord:
     outcomes: dict[str, list[Outcome]]
     quality: Quality | None
     kept: str
-    setting: StepWeights | None
+    setting: tuple[float, float] | None
     split_half: float | None
     chance: float | None
     guard: Guard

@@ -15,7 +15,7 @@ from metricopt_ext.methods.constrained import Constrained, besides, decide_withi
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
 from metricopt_ext.methods.holdout import best_on_holdout
 from metricopt_ext.methods.outcomes import worst_of
-from metricopt_ext.methods.result import with_so_little_data
+from metricopt_ext.methods.result import kept, with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, labelled
@@ -97,7 +97,7 @@ class SettingsOutcome:
         lines = [worst_of(self.outcomes, self.maximize)] if self.outcomes else []
         lines += besides(self.also, self.constrained)
         if self.constrained is not None:
-            lines += self.constrained.lines(AFTER if self.changed else BEFORE)
+            lines += self.constrained.lines(AFTER if self.changed else BEFORE, kept)
         lines += [f"held out, {name}: {decimals(value)}" for name, value in self.holdout.items()]
         if self.changed:
             before, after = self.before.seconds, self.after.seconds

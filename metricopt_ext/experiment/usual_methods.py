@@ -127,7 +127,7 @@ def where_metricopt_began(baseline: Baseline, queries: int | None, seed: int) ->
     def method(earlier: Earlier) -> Planned:
         ours: Reached = earlier["metricopt"][-1]
         budget = ours.queries if queries is None else queries
-        if ours.result is None or ours.result.details.finetunes:
+        if ours.result is None or ours.result.finetunes:
             return Planned(baseline, (budget,), seed)
         candidates = ours.result.candidates
         settings = ours.result.settings  # the first of its values is a start's
@@ -165,7 +165,7 @@ def variant(
     return planned(baseline, config.queries, seed)
 
 
-def metricopt_result(earlier: Earlier) -> Result[Any]:
+def metricopt_result(earlier: Earlier) -> Result:
     """Return what MetricOpt's own run returned, for a method that continues from it."""
     result = earlier["metricopt"][-1].result
     assert result is not None

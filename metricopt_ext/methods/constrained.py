@@ -2,18 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from metricopt_ext.methods.guard import Decision
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Constraint, Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.utils.words import decimals
-
-NAMED = {
-    "search": "the end of the search",
-    "part": "the part of the way to the end of the search",
-    "settings": "the choice of settings",
-}
 
 
 @dataclass(frozen=True)
@@ -70,14 +65,15 @@ class Constrained:
                 return f"{'>=' if each.at_least else '<='} {decimals(number)}"
         return ""
 
-    def lines(self, chosen: str) -> list[str]:
+    def lines(self, chosen: str, called: Callable[[str], str]) -> list[str]:
         """Say what the constraints decided; nothing if all candidates satisfy them.
 
         Args:
             chosen: What was kept, by name.
+            called: Returns the words for a candidate (`result.kept`).
         """
         lines = [
-            f"{NAMED.get(name, f'the start {name!r}')} violates {' and '.join(map(str, each))}, so it can't be kept"
+            f"{called(name)} violates {' and '.join(map(str, each))}, so it can't be kept"
             for name, each in self.violated.items()
             if each and name not in ("start", chosen)
         ]
@@ -88,6 +84,10 @@ class Constrained:
             said = " and ".join(map(str, self.violated["start"]))
             lines.append(f"the model as it was violates {said}, so the best that satisfies it is kept, gain or not")
         return lines
+
+    def to_json(self, chosen: str) -> dict[str, Any]:
+        """Return the limits as plain data, and by how much what was kept breaks those that it breaks."""
+        return {"subject to": self.limits.texts(), "broken": self.excess(chosen)}
 
     def broken(self, name: str) -> str:
         """Say what a candidate violates, and by how much; empty if it satisfies all."""

@@ -13,7 +13,7 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
 from metricopt_ext.methods.guard import CLIMBED, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
 from metricopt_ext.methods.new_classes import KeptShare, kept_share
-from metricopt_ext.methods.result import Result, SearchDetails, outcome
+from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult
@@ -156,10 +156,10 @@ def guarded(
         costs=tuple(each.cost for each in end.evaluations),
         path=path,
         candidates=starts,
-        details=SearchDetails(
-            learns=end.learns, plain=task.probing().loss is None and task.gradients is None, widened=end.widened
-        ),
-        kept_share=None if share is None else share,
+        learns=end.learns,
+        plain=task.probing().loss is None and task.gradients is None,
+        widened=end.widened,
+        kept_share=share,
         constrained=constrained,
         settings=settings_of(
             task, starts[decision.kept if decision.kept in starts else started], stage, starts[started]

@@ -16,7 +16,7 @@ from metricopt_ext.methods.agreement import alike
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
-from metricopt_ext.methods.result import KEPT, Own, Result, SearchDetails
+from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.run import Held, SearchRun
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
@@ -37,7 +37,7 @@ from metricopt_ext.utils.words import counted
 OUT_OF_SIGHT = 1000
 
 
-class SearchLoop(LearningStrategy[SearchDetails]):
+class SearchLoop(LearningStrategy):
     """Runs a search on a task's own metric, for `optimize_metric`.
 
     Args:
@@ -89,7 +89,7 @@ class SearchLoop(LearningStrategy[SearchDetails]):
         return result
 
 
-def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> LearningStrategy[Own]:
+def runner_of(strategy: SearchStrategy | LearningStrategy | None) -> LearningStrategy:
     """Return what runs a strategy: a learner itself, or the loop that asks and tells a search; by default a guided one.
 
     Raises:
@@ -97,7 +97,7 @@ def runner_of(strategy: SearchStrategy | LearningStrategy[Own] | None) -> Learni
     """
     strategy = GuidedTrustRegion() if strategy is None else strategy
     check_strategy(strategy)
-    return SearchLoop(strategy) if isinstance(strategy, SearchStrategy) else strategy  # type: ignore[return-value]
+    return SearchLoop(strategy) if isinstance(strategy, SearchStrategy) else strategy
 
 
 class Evaluating:
@@ -211,7 +211,7 @@ class Evaluating:
     def _where(self, trial: Trial) -> str:
         """Return what an error says of where it came."""
         if trial.stage == "starts":
-            return f"at {KEPT.get(trial.name, f'the start {trial.name!r}')}"
+            return f"at {kept(trial.name)}"
         return f"query {trial.id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
 

@@ -13,7 +13,6 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.model_card import write_card
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.runtime import distributed
@@ -26,10 +25,11 @@ from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import TRAJECTORIES, TrajectoryStore
-from metricopt_ext.utils.files import read_json, remove_unfinished
+from metricopt_ext.utils.files import read_json, remove_unfinished, write_atomically
 
 FORMAT = 9  # of what is kept: a folder of another format is not resumed
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "log.jsonl", "holdout.jsonl"
+CARD = "README.md"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
 SETTINGS, SEEDS = "run.json", "seed-*"  # of a tool's run, and its seeds' folders
 
@@ -151,7 +151,7 @@ class RunFolder:
             for purpose, spent in run.spent_on.items():
                 own.spend(purpose, spent)
 
-    def keep(self, task: FinetuneTask, result: Result[Any]) -> None:
+    def keep(self, task: FinetuneTask, result: Result) -> None:
         """Write what was learned, settings of inference, a card, and the adapter with what is applied to it.
 
         The run, which is complete then, is charged.
@@ -163,7 +163,7 @@ class RunFolder:
         distributed.on_first(lambda: self._write(task, result))
         self._charge()
 
-    def _write(self, task: FinetuneTask, result: Result[Any]) -> None:
+    def _write(self, task: FinetuneTask, result: Result) -> None:
         if self.path is None:
             return
         self._check_held()
@@ -171,7 +171,7 @@ class RunFolder:
             each.save(self.path / f"{name}.safetensors")
         if task.settings is not None and result.settings is not None:
             save_inference(self.path / INFERENCE, task.settings, result.settings.after)
-        write_card(self.path, result, task.adapter)
+        write_atomically(self.path / CARD, result.card(task.adapter).encode())
         task.adapter.save(self.path / ADAPTER)
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.guard import Guard, Verdict, judge_held_out
-from metricopt_ext.methods.result import Own, Result
+from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import UNITS
@@ -52,7 +51,7 @@ def _in_other_units(a: tuple[float, float] | None, b: tuple[float, float] | None
     return wide >= UNITS * narrow
 
 
-def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Result[Own]:
+def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
     """Return a run's result with what held-out data prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
@@ -79,13 +78,13 @@ def confirmed(result: Result[Own], task: FinetuneTask, confidence: float) -> Res
     return replace(result, settings=result.settings.of_kept(task.settings, after))
 
 
-def values_of_candidates(result: Result[Any]) -> dict[str, float]:
+def values_of_candidates(result: Result) -> dict[str, float]:
     """Return what held-out data choose from, by name, with its value on the data that the search sees."""
     found = {"start": result.before, result.started_at: result.starts[result.started_at], result.chosen: result.after}
     return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
 
 
-def preferred(result: Result[Own], aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result[Own]:
+def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result:
     """Return a run's result with what held-out data prefer; see `confirmed`.
 
     Args:

@@ -14,7 +14,7 @@ from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.folder import HOLDOUT, RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.holdout import check_holdout, confirmed
-from metricopt_ext.methods.result import Own, Result
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import all_starts, check_starts
 from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
 from metricopt_ext.runtime import distributed
@@ -33,7 +33,7 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: SearchStrategy | LearningStrategy[Own] | None = None,
+    strategy: SearchStrategy | LearningStrategy | None = None,
     starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     holdout: Metric | None = None,
@@ -41,7 +41,7 @@ def optimize_metric(
     output_dir: str | Path | None = None,
     resume: bool = False,
     callback: Callback | None = None,
-) -> Result[Own]:
+) -> Result:
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
@@ -131,7 +131,7 @@ def optimize_metric(
     return result
 
 
-def run_by_first(runner: LearningStrategy[Own], context: Context) -> Result[Own]:
+def run_by_first(runner: LearningStrategy, context: Context) -> Result:
     """Have the first of the ranks run a strategy, whose queries all of them book."""
     result = distributed.on_first(lambda: runner.run(context))
     if distributed.rank() > 0:
@@ -140,7 +140,7 @@ def run_by_first(runner: LearningStrategy[Own], context: Context) -> Result[Own]
     return result
 
 
-def confirmed_by(holdout: Metric | None, result: Result[Own], context: Context) -> Result[Own]:
+def confirmed_by(holdout: Metric | None, result: Result, context: Context) -> Result:
     """Return a result with held-out data's choice among its candidates, which a folder keeps; itself without any."""
     if holdout is None:
         return result
@@ -180,7 +180,7 @@ def taken(
         yield folder, shown
 
 
-def looked_at(result: Result[Own], task: FinetuneTask, before: dict[str, float]) -> Result[Own]:
+def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> Result:
     """Return a result with what the metric's ``also`` has of the model as it was trained and of what was kept.
 
     Functions that fail at the end leave out what they would have told, with a warning: the run is done by then.
@@ -210,7 +210,7 @@ def check_plan(
     metric: Metric,
     *,
     queries: int,
-    strategy: SearchStrategy | LearningStrategy[Own] | None = None,
+    strategy: SearchStrategy | LearningStrategy | None = None,
     starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,

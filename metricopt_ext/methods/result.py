@@ -1,21 +1,24 @@
 """What a run did, in the metric's own units and in words."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
-from typing_extensions import TypeVar
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.constrained import Constrained, besides
 from metricopt_ext.methods.guard import Decision, Guard, Verdict
 from metricopt_ext.methods.new_classes import KeptShare
 from metricopt_ext.methods.outcomes import Outcomes
 from metricopt_ext.methods.tuned_settings import TunedSettings
+from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.trajectories import Trajectory
 from metricopt_ext.utils.words import counted, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.gp import GPValueFunction
@@ -44,68 +47,8 @@ def kept(name: str) -> str:
     return KEPT.get(name, f"the start {name!r}")
 
 
-class Details:
-    """What a strategy alone has to tell of a run; its own details are a frozen dataclass of this kind.
-
-    Attributes:
-        finetunes: Whether phi follows a path step by step, at no query a step, which a plot along finetuning shows.
-    """
-
-    finetunes: ClassVar[bool] = False
-
-    def lines(self, result: "Result[Any]") -> list[str]:
-        """Return what ``str`` of the result says at its end."""
-        return []
-
-    def beside(self) -> str:
-        """Return what is printed next to the outcome."""
-        return ""
-
-    def products(self) -> dict[str, UpdateRule]:
-        """Return what was learned besides f, by the names of its files."""
-        return {}
-
-
 @dataclass(frozen=True)
-class SearchDetails(Details):
-    """What a search has to tell.
-
-    Attributes:
-        learns: Whether it learns an f.
-        plain: Whether there was no loss, so that all directions of phi counted alike.
-        widened: How many times wider than probed the design had to be for the metric to react.
-    """
-
-    learns: bool
-    plain: bool
-    widened: float
-
-    def lines(self, result: "Result[Any]") -> list[str]:
-        """Return how far phi was moved, and how good f is."""
-        lines = ["without a loss, the search treated all directions of phi alike"] if self.plain and self.learns else []
-        if self.widened > 1:
-            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
-        if self.widened < 1:
-            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
-        if not self.learns:
-            return lines
-        if result.fit is None:
-            return [
-                *lines,
-                "the metric never varied, so there is no value function: modulate more layers, or train first",
-            ]
-        quality = result.quality or "of unknown quality, as it predicted none of the points"
-        lines.append(f"value function ({result.fit.f.kind}): {quality}")
-        if result.promised is not None:
-            lines.append(f"the outcomes' own losses promised {result.promised:.0%} of how they varied")
-        return lines
-
-
-Own = TypeVar("Own", bound=Details, default=SearchDetails)
-
-
-@dataclass(frozen=True)
-class Result(Generic[Own]):
+class Result:
     """What `optimize_metric` did, in the metric's own units.
 
     Attributes:
@@ -131,7 +74,6 @@ class Result(Generic[Own]):
         points: The phi at which the metric was asked before the guard decided, ``n x d``.
         costs: The metric there as a cost, ``n``.
         path: The run's position over time, ``m x d``, from its beginning to its end.
-        details: What only its strategy reports.
         needed: What a gain must exceed, besides the optimism, for the guard to believe it; None for an unguarded run.
         guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
             ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
@@ -143,6 +85,14 @@ class Result(Generic[Own]):
         outcomes: The outcomes that the metric is made of, by candidate and name; None if it is told as a number.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
+        learns: Whether a search learns an f.
+        plain: Whether there was no loss, so that a search took all directions of phi alike.
+        widened: How many times wider than probed a search's design had to be for the metric to react.
+        loss_finetune: Of a learner that follows f step by step, the metric after as many steps on the loss alone; None
+            of a search.
+        setting: The (loss weight, metric step) by which a recipe, or Algorithm 1, followed f.
+        trajectories: Those that these learned f from.
+        rule: The optimizer that `AlgorithmS1` has learned.
     """
 
     metric: str
@@ -165,16 +115,23 @@ class Result(Generic[Own]):
     points: Tensor
     costs: tuple[float, ...]
     path: Tensor
-    details: Own
-    needed: float | None = field(kw_only=True)
-    guard: Guard = field(kw_only=True)
-    strengths: dict[str, float] = field(kw_only=True, default_factory=dict)
-    kept_share: KeptShare | None = field(kw_only=True, default=None)
-    holdout: dict[str, float] = field(kw_only=True, default_factory=dict)
-    elsewhere: dict[str, dict[str, float]] = field(kw_only=True, default_factory=dict)
-    outcomes: Outcomes | None = field(kw_only=True, default=None)
-    constrained: Constrained | None = field(kw_only=True, default=None)
-    settings: TunedSettings | None = field(kw_only=True, default=None)
+    _: KW_ONLY
+    needed: float | None = None
+    guard: Guard
+    strengths: dict[str, float] = field(default_factory=dict)
+    kept_share: KeptShare | None = None
+    holdout: dict[str, float] = field(default_factory=dict)
+    elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
+    outcomes: Outcomes | None = None
+    constrained: Constrained | None = None
+    settings: TunedSettings | None = None
+    learns: bool = True
+    plain: bool = False
+    widened: float = 1.0
+    loss_finetune: float | None = None
+    setting: tuple[float, float] | None = None
+    trajectories: tuple[Trajectory, ...] = ()
+    rule: UpdateRule | None = None
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -183,18 +140,10 @@ class Result(Generic[Own]):
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
         spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
-        unguarded = ", unguarded" if self.guard == "none" else ""
-        changed = f"{decimals(self.before)} -> {decimals(self.after)}{self.details.beside()}{unguarded}"
-        lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}"]
-        lines += [] if self.outcomes is None else self.outcomes.lines(self.chosen)
-        lines += besides(self.also, self.constrained)
-        lines += [] if self.settings is None else self.settings.lines()
-        lines += [] if self.constrained is None else self.constrained.lines(self.chosen)
-        if self.best != self.after:
-            lines.append(f"the best candidate has {decimals(self.best)}, but {self.doubt()}")
-        if self.holdout:
-            shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
-            lines.append(f"on the held-out data: {shown}")
+        changed = f"{decimals(self.before)} -> {decimals(self.after)}"
+        changed += "" if self.loss_finetune is None else f" (loss-only {decimals(self.loss_finetune)})"
+        changed += ", unguarded" if self.guard == "none" else ""
+        lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}", *self.findings()]
         total = sum(self.queries.values())
         lines.append(f"queries: {total} ({spent}); another starting point would cost {self.queries_per_start}")
         if self.guard == "none":
@@ -205,7 +154,88 @@ class Result(Generic[Own]):
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
-        return lines + self.details.lines(self)
+        return lines + self.on_search()
+
+    def findings(self) -> list[str]:
+        """Say what became of all else than the metric, and why the best candidate was not kept."""
+        lines = [] if self.outcomes is None else self.outcomes.lines(self.chosen)
+        lines += besides(self.also, self.constrained)
+        lines += [] if self.settings is None else self.settings.lines()
+        lines += [] if self.constrained is None else self.constrained.lines(self.chosen, kept)
+        if self.best != self.after:
+            lines.append(f"the best candidate has {decimals(self.best)}, but {self.doubt()}")
+        if self.holdout:
+            shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
+            lines.append(f"on the held-out data: {shown}")
+        return lines
+
+    def on_search(self) -> list[str]:
+        """Say how far phi was moved, and how good f is."""
+        lines = ["without a loss, the search treated all directions of phi alike"] if self.plain and self.learns else []
+        if self.widened > 1:
+            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
+        if self.widened < 1:
+            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
+        if not self.learns:
+            return lines
+        if self.fit is None:
+            return [
+                *lines,
+                "the metric never varied, so there is no value function: modulate more layers, or train first",
+            ]
+        known = self.finetunes and not math.isnan(self.split_half)
+        halves = f"; the metric's halves correlate at {self.split_half:.2f}" if known else ""
+        quality = self.quality or "of unknown quality, as it predicted none of the points"
+        lines.append(f"value function ({self.fit.f.kind}): {quality}{halves}")
+        if self.promised is not None:
+            lines.append(f"the outcomes' own losses promised {self.promised:.0%} of how they varied")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outcome as plain data: the numbers that `lines` tell of."""
+        return {
+            "metric": self.metric,
+            "before": self.before,
+            "after": self.after,
+            "best": self.best,
+            **parts_to_json({} if self.outcomes is None else self.outcomes.pairs(self.chosen), self.also),
+            **({} if self.constrained is None else self.constrained.to_json(self.chosen)),
+            "kept": self.chosen,
+            "guard": {
+                "by": self.guard,
+                "chance": self.chance,
+                "optimism": self.optimism,
+                "needed": self.needed,
+                "held out": self.holdout,
+            },
+            "queries": self.queries,
+        }
+
+    def card(self, adapter: Adapter) -> str:
+        """Return a card in Markdown, as model hubs show it: what was tuned, what came of it, and how it is loaded.
+
+        Its head is what hubs read (YAML between dashes). Names are shown as text, whatever they hold.
+
+        Args:
+            adapter: What is kept, applied to the model.
+        """
+        name = in_markdown(type(adapter.model).__name__)
+        return "\n".join(
+            [
+                *("---", "library_name: metricopt-ext", "tags: [metricopt-ext, black-box-optimization]", "---", ""),
+                *(f"# {name}, tuned for {in_markdown(self.metric)}", ""),
+                *(f"An adapter of {adapter.dim} numbers, phi, for a frozen model, which is not included.", ""),
+                *(f"- {in_markdown(line)}" for line in self.lines()),
+                "",
+                '`mo.load_run(model, "FOLDER")` applies it to the model as it was trained, and `.merge()` folds it in.',
+                "",
+            ]
+        )
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether phi followed a path step by step, at no query a step, which a plot along finetuning shows."""
+        return self.loss_finetune is not None
 
     @property
     def promised(self) -> float | None:
@@ -238,8 +268,8 @@ class Result(Generic[Own]):
 
     def products(self) -> dict[str, ValueFunction | UpdateRule]:
         """Return what was learned, by the names of its files."""
-        f: dict[str, ValueFunction | UpdateRule] = {} if self.fit is None else {"value_function": self.fit.f}
-        return {**f, **self.details.products()}
+        learned = {"value_function": None if self.fit is None else self.fit.f, "update_rule": self.rule}
+        return {name: each for name, each in learned.items() if each is not None}
 
     @property
     def overruled(self) -> bool:
@@ -278,6 +308,17 @@ def with_so_little_data(gain: float) -> str:
         f"with so little data, up to {decimals(gain)} of a gain may be chance and optimism; more data would show"
         " smaller gains"
     )
+
+
+def parts_to_json(
+    outcomes: Mapping[str, tuple[float, float | None]], also: Mapping[str, tuple[float, float]]
+) -> dict[str, Any]:
+    """Return what a metric is made of, and other quantities, as plain data, before and after; nothing without any."""
+    parts = {
+        part: {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
+        for part, pairs in (("outcomes", outcomes), ("also", also))
+    }
+    return {part: each for part, each in parts.items() if each}
 
 
 def outcome(

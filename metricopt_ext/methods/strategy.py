@@ -3,13 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.result import Own, Result
+from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
@@ -52,7 +52,7 @@ class Context:
                 task.evaluate(phi, "collect")
 
 
-class LearningStrategy(ABC, Generic[Own]):
+class LearningStrategy(ABC):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
 
     A subclass is a frozen dataclass of its settings.
@@ -88,7 +88,7 @@ class LearningStrategy(ABC, Generic[Own]):
         """Return what a run depends on, as JSON, to tell it from others."""
 
     @abstractmethod
-    def run(self, context: Context) -> Result[Own]:
+    def run(self, context: Context) -> Result:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
 
 
@@ -109,7 +109,7 @@ def check_constraints(metric: Metric, who: str) -> None:
         )
 
 
-Strategy = SearchStrategy | LearningStrategy[Any]
+Strategy = SearchStrategy | LearningStrategy
 
 
 def sized(strategy: Strategy, evaluations: int, dim: int, starts: int, held_back: int) -> dict[str, int]:

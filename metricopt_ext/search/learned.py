@@ -94,8 +94,11 @@ class UpdateRule(nn.Module):
         super().__init__()
         check_integer(2, hidden=hidden)
         check_above(0, step=step)
-        self.hidden, self.step, self.sees_loss, self.sees_metric = hidden, step, sees_loss, sees_metric
-        self.weights = nn.Parameter(self._initial(seed))
+        self.hidden: int = hidden
+        self.step: float = step
+        self.sees_loss: bool = sees_loss
+        self.sees_metric: bool = sees_metric
+        self.weights: nn.Parameter = nn.Parameter(self._initial(seed))
 
     def _initial(self, seed: int) -> Tensor:
         """Draw weights of variance 1 / inputs, biases 0; two units pass on the averaged gradient."""

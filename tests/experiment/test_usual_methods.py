@@ -132,7 +132,7 @@ def test_the_learned_optimizer_runs_where_it_is_asked_for(quadratic: Callable[..
     assert reached.queries == task.queries == sum(expected.queries.values()) <= 30
     assert reached.queries_per_start == expected.queries_per_start == 5
     kept = load_update_rule(tmp_path / "metricopt_learned" / "update_rule.safetensors")
-    assert torch.equal(kept.weights, expected.details.rule.weights)
+    assert torch.equal(kept.weights, expected.rule.weights)
     resumed = variant("metricopt_learned", CONFIG, 5, folder=tmp_path, resume=True, callback=Callback())
     (again,) = resumed({}).run(quadratic(3))
     assert torch.equal(again.path, reached.path)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from metricopt_ext.adapters.attach import attach_film, attach_input_bias
 from metricopt_ext.adapters.signature import Outputs
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError, MetricError, WeightsError
 from metricopt_ext.methods.paper.joint import AlgorithmS1
-from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe, RecipeDetails
+from metricopt_ext.methods.paper.recipe import Algorithm1, Recipe
 from metricopt_ext.search.direct import CMAES, GuidedES
 
 # Two rounds of six tasks with three observations, six queries to choose and three for the guard; two more are planned
@@ -40,7 +40,7 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=
 QUERIES = 47
 
 
-def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result:
     return optimize_metric(task, queries=queries, strategy=recipe, **{"callback": Callback(), **arguments})
 
 
@@ -96,7 +96,7 @@ def test_a_loss_without_a_gradient_costs_no_query(quadratic: Callable[..., Any],
 def test_the_errors_of_f_are_in_the_metrics_own_unit(quadratic: Callable[..., Any], strategy: Any) -> None:
     """Of a metric in percent they are a hundred times those of the same in shares, in numbers and in words."""
 
-    def run(whole: float) -> Result[Any]:
+    def run(whole: float) -> Result:
         task = quadratic()
         metric = Metric(lambda model: whole * math.exp(-task.distance(model)), maximize=True, bounds=(0, whole))
         return optimize_metric(task.judged_by(metric), queries=QUERIES, strategy=strategy, callback=Callback())
@@ -106,7 +106,7 @@ def test_the_errors_of_f_are_in_the_metrics_own_unit(quadratic: Callable[..., An
         assert other == pytest.approx(100 * one, rel=1e-3, abs=0.006)
 
 
-def errors_of(result: Result[Any]) -> list[float]:
+def errors_of(result: Result) -> list[float]:
     """What a run says of f after each correlation."""
     (line,) = (line for line in str(result).splitlines() if "Spearman" in line)
     said = [float(each) for each in re.findall(r"[\d.]+\d", line.partition("mean absolute error")[2])]

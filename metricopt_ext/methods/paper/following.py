@@ -1,26 +1,23 @@
 """What the paper's learners share: finetune a start under what was learned, and keep the end if the guard agrees."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Verdict, decide_among
-from metricopt_ext.methods.result import Details, Result, outcome
+from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.strategy import Context, LearningStrategy
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, rollout
-from metricopt_ext.utils.words import decimals
+from metricopt_ext.tasks.trajectories import Policy, TrajectoryStore, rollout
 from metricopt_ext.value.fitting import Fit
 
 # Task indices from here on are never used in collection, so finetuning gets fresh starts and batches.
@@ -28,35 +25,6 @@ FRESH = 1_000_000
 
 # Queries of a start's guard: the start, the loss-only end, and the end under what was learned.
 END_QUERIES = 3
-
-
-@dataclass(frozen=True)
-class LearnerDetails(Details):
-    """What a learner has to tell.
-
-    Attributes:
-        loss_finetune: Metric after the same number of steps on the loss alone.
-        trajectories: The trajectories that f was learned from.
-    """
-
-    finetunes: ClassVar[bool] = True
-
-    loss_finetune: float
-    trajectories: tuple[Trajectory, ...]
-
-    def lines(self, result: Result[Any]) -> list[str]:
-        """Return how good f is, and how much the metric's halves have in common."""
-        assert result.fit is not None
-        known = not math.isnan(result.split_half)
-        halves = f"; the metric's halves correlate at {result.split_half:.2f}" if known else ""
-        return [f"value function ({result.fit.f.kind}): {result.quality}{halves}"]
-
-    def beside(self) -> str:
-        """Return what the loss alone comes to."""
-        return f" (loss-only {decimals(self.loss_finetune)})"
-
-
-Own = TypeVar("Own", bound=LearnerDetails)
 
 
 @dataclass(frozen=True)
@@ -79,7 +47,7 @@ class Tuned:
     path: Tensor
 
 
-class TrajectoryLearner(LearningStrategy[Own]):
+class TrajectoryLearner(LearningStrategy):
     """A strategy that learns from trajectories, finetunes phi under what it learned, and has the guard decide."""
 
     def identity(self) -> dict[str, Any]:
@@ -95,10 +63,10 @@ class TrajectoryLearner(LearningStrategy[Own]):
         """Tune phi = 0 under what was learned."""
 
     @abstractmethod
-    def details(self, loss_finetune: float, trajectories: tuple[Trajectory, ...], learned: Any) -> Own:
-        """Return what it has to tell."""
+    def told(self, learned: Any) -> dict[str, Any]:
+        """Return the field of a `Result` that has what was learned besides f."""
 
-    def run(self, context: Context) -> Result[Own]:
+    def run(self, context: Context) -> Result:
         """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
         with context.folder.counted(context.task, context.queries) as task:
             store, ledger = context.folder.trajectories, task.metric.ledger
@@ -120,7 +88,9 @@ class TrajectoryLearner(LearningStrategy[Own]):
             queries_per_start=ledger.spent - before,
             fit=fit,
             path=tuned.path,
-            details=self.details(values["loss_finetune"].value, seen, learned),
+            loss_finetune=values["loss_finetune"].value,
+            trajectories=seen,
+            **self.told(learned),
         )
 
 

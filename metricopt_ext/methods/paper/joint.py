@@ -17,7 +17,6 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.paper.following import (
     END_QUERIES,
     FRESH,
-    LearnerDetails,
     TrajectoryLearner,
     Tuned,
     finetune,
@@ -54,22 +53,7 @@ LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class LearnedDetails(LearnerDetails):
-    """What `AlgorithmS1` has to tell.
-
-    Attributes:
-        rule: The optimizer.
-    """
-
-    rule: UpdateRule
-
-    def products(self) -> dict[str, UpdateRule]:
-        """Return the optimizer, by the name of its file."""
-        return {"update_rule": self.rule}
-
-
-@dataclass(frozen=True)
-class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
+class AlgorithmS1(TrajectoryLearner):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -171,11 +155,9 @@ class AlgorithmS1(TrajectoryLearner[LearnedDetails]):
         loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)
         return guarded(task, "learned", path, loss_only, fit.visited, confidence=context.confidence)
 
-    def details(
-        self, loss_finetune: float, trajectories: tuple[Trajectory, ...], learned: UpdateRule
-    ) -> LearnedDetails:
-        """Return what it has to tell (see `TrajectoryLearner`)."""
-        return LearnedDetails(loss_finetune, trajectories, learned)
+    def told(self, learned: Any) -> dict[str, Any]:
+        """Return it by its name in the result (see `TrajectoryLearner`)."""
+        return {"rule": learned}
 
     def new_rule(self, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with."""

@@ -14,7 +14,6 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.paper.following import (
     END_QUERIES,
     FRESH,
-    LearnerDetails,
     TrajectoryLearner,
     Tuned,
     finetune,
@@ -165,18 +164,7 @@ class AdamPolicy:
 
 
 @dataclass(frozen=True)
-class RecipeDetails(LearnerDetails):
-    """What a `Recipe` has to tell.
-
-    Attributes:
-        setting: The (loss weight, metric step) used.
-    """
-
-    setting: StepWeights
-
-
-@dataclass(frozen=True)
-class Recipe(TrajectoryLearner[RecipeDetails]):
+class Recipe(TrajectoryLearner):
     """Learn f in rounds, the first on the loss alone, the others under the f so far; then finetune phi under f.
 
     The defaults are meant to be left alone, except ``steps`` and ``lr``.
@@ -334,11 +322,9 @@ class Recipe(TrajectoryLearner[RecipeDetails]):
         how: dict[str, Any] = {"recipe": self, "setting": learned, "guard_confidence": confidence}
         return tune_start(task, fit, **how, seed=seed, callback=callback)
 
-    def details(
-        self, loss_finetune: float, trajectories: tuple[Trajectory, ...], learned: StepWeights
-    ) -> RecipeDetails:
-        """Return what it has to tell (see `TrajectoryLearner`)."""
-        return RecipeDetails(loss_finetune, trajectories, learned)
+    def told(self, learned: Any) -> dict[str, Any]:
+        """Return it by its name in the result (see `TrajectoryLearner`)."""
+        return {"setting": learned}
 
 
 def gaussian_process_labels() -> Labeller:

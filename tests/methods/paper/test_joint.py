@@ -17,7 +17,7 @@ from metricopt_ext import (
     optimize_metric,
 )
 from metricopt_ext.methods.paper.following import FRESH
-from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1, LearnedDetails
+from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1
 from metricopt_ext.search.learned import LearnedOptimizer, combine, load_update_rule, unroll
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator
@@ -237,13 +237,14 @@ def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool
     result = optimize_metric(
         task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, callback=Callback()
     )
-    assert isinstance(result.details, LearnedDetails)
+    assert result.rule is not None
+    assert result.fit is not None
     spent = {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
     assert result.queries == task.metric.ledger.spent_on == spent
     assert task.queries == sum(spent.values())
     assert result.queries_per_start == per_start
     assert torch.equal(result.path[-1], result.ends["learned"])
     kept = load_update_rule(tmp_path / "update_rule.safetensors")
-    assert torch.equal(kept.weights, result.details.rule.weights)
+    assert torch.equal(kept.weights, result.rule.weights)
     f = load_value_function(tmp_path / "value_function.safetensors")
     assert torch.equal(f(result.path), result.fit.f(result.path))

@@ -24,7 +24,6 @@ from metricopt_ext.methods.paper.recipe import (
     LEAST_TASKS,
     GuidedESSteps,
     Recipe,
-    RecipeDetails,
     meta_train,
     tune_start,
 )
@@ -41,7 +40,7 @@ RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=
 COLLECTED, QUERIES = 36, 47
 
 
-def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result[RecipeDetails]:
+def go(task: Any, *, queries: int = QUERIES, recipe: Recipe = RECIPE, **arguments: Any) -> Result:
     return optimize_metric(task, queries=queries, strategy=recipe, callback=Callback(), **arguments)
 
 
@@ -120,9 +119,9 @@ def test_the_metric_gets_better_than_the_loss_can_make_it(
         result = go(task, queries=119, recipe=replace(RECIPE, learner=learner), seed=seed)
         assert sign * result.before == pytest.approx(float((task.goal**2).sum()), rel=1e-12)
         assert sign * result.after == task.true_cost(task.adapter.phi.detach())
-        assert sign * result.details.loss_finetune == task.true_cost(result.ends["loss_finetune"])
+        assert sign * result.loss_finetune == task.true_cost(result.ends["loss_finetune"])
         assert torch.equal(task.adapter.phi, result.ends[result.chosen])
-        of_finetune.append(result.after / result.details.loss_finetune)
+        of_finetune.append(result.after / result.loss_finetune)
         of_best.append(sign * result.after / min(map(task.true_cost, flow)))
     assert mean(of_finetune) < 0.6  # at worst 0.36 ± 0.05
     assert mean(of_best) < 0.6  # at worst 0.35 ± 0.02
@@ -185,7 +184,7 @@ def test_the_setting_with_the_least_mean_metric_is_chosen(quadratic: Callable[..
             for start, index in zip(starts, [FRESH + 1 + trials, *indices], strict=True)
         ]
         means[setting] = sum(map(task.true_cost, ends)) / len(ends)
-    assert result.details.setting == min(means, key=lambda setting: means[setting])
+    assert result.setting == min(means, key=lambda setting: means[setting])
     assert sorted(means.values())[1] > 1.01 * min(means.values())
 
 
@@ -280,7 +279,7 @@ def halved(task: Any) -> tuple[Any, list[Tensor]]:
 
 def test_the_correlation_of_halves_is_that_of_the_starts(quadratic: Callable[..., Any]) -> None:
     result = go(halved(quadratic())[0])
-    starts = [trajectory.evaluations[0].halves for trajectory in result.details.trajectories]
+    starts = [trajectory.evaluations[0].halves for trajectory in result.trajectories]
     assert result.split_half == pytest.approx(scipy.stats.spearmanr(*np.transpose(starts)).statistic)
 
 
