@@ -9,7 +9,7 @@ from sklearn.metrics import recall_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from metricopt_ext.integrations.loops import tune_model  # +
+from metricopt_ext.methods.tune import tune_model  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)

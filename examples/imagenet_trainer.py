@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, models, transforms
 
-from metricopt_ext.integrations.loops import tune_model  # +
+from metricopt_ext.methods.tune import tune_model  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("data", nargs="?", type=Path, default="imagenet_trainer", help="has train and val; else digits")

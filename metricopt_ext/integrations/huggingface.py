@@ -21,7 +21,9 @@ from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.integrations.loops import (
+from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.tune import (
     Logged,
     ReplayedLoss,
     in_step,
@@ -30,8 +32,6 @@ from metricopt_ext.integrations.loops import (
     of_first,
     several,
 )
-from metricopt_ext.methods.pipeline import optimize_metric
-from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction, known_direction
 from metricopt_ext.tasks.halved import with_halves

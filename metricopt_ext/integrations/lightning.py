@@ -20,10 +20,10 @@ from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
 from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
-from metricopt_ext.integrations.loops import Logged, in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.tune import Logged, in_step, judged_together, loader_batches, of_first, several
 from metricopt_ext.tasks.batches import DatasetBatches
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import metricopt_ext as mo
 from metricopt_ext.classification.estimator import MetricClassifier
-from metricopt_ext.integrations.loops import tune_model
+from metricopt_ext.methods.tune import tune_model
 from testers.host import Host, HostTester, Judge
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,7 @@ def network():
 """
 
 LOOP = """
-from metricopt_ext.integrations.loops import tune_model
+from metricopt_ext.methods.tune import tune_model
 from metricopt_ext.tasks.halved import with_halves
 
 distributed.init_process_group("gloo")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 import metricopt_ext as mo
 from helpers.refusals import assert_named, assert_refused, assert_warned
 from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.integrations.loops import tune_model
+from metricopt_ext.methods.tune import tune_model
 from metricopt_ext.runtime.progress import Callback
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
