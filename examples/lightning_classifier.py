@@ -74,6 +74,7 @@ if __name__ == "__main__":
     best = ModelCheckpoint("lightning_classifier", monitor="val_f1", mode="max", filename="best")
     search = SearchPhi("val_f1", halves=("even", "odd"), queries=60)  # +
     trainer = L.Trainer(max_epochs=args.epochs, callbacks=[best, search], logger=False, enable_progress_bar=False)  # +
-    trainer.fit(ImageClassifier(), datamodule=Digits())
+    trainer.fit(module := ImageClassifier(), datamodule=Digits())
     print(search.run)
-    trainer.test(ckpt_path="best", datamodule=Digits())
+    trainer.test(module, datamodule=Digits())
+    trainer.save_checkpoint("lightning_classifier.ckpt")

@@ -1,19 +1,15 @@
 """A search in one line of a script with Hugging Face's ``Trainer``: its model, its data, its own compute_metrics."""
 
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction
-from transformers.trainer_utils import get_last_checkpoint
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import FILM
@@ -42,9 +38,6 @@ from metricopt_ext.utils.kept_modules import KeptModules
 PREFIX = "eval_"  # of the names by which a Trainer reports its metrics
 SPEEDS = ("runtime", "per_second", "preparation_time")  # end names of what is measured of each evaluation
 SET_BY_EVALUATE = ("compute_metrics", "log", "_gen_kwargs", "gather_function")  # attributes; the last two by Seq2Seq's
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")  # files, or shards' index
-CONFIG = "*config.json"
-UNTUNED = "untuned"  # the folder in a checkpoint that keeps what the tuned weights replaced
 
 
 def tune_trainer(
@@ -58,17 +51,14 @@ def tune_trainer(
     bounds: tuple[float, float] | None = (0.0, 1.0),
     attach: Callable[[nn.Module], Adapter] = FILM,
     population: int | None = None,
-    checkpoints: bool = True,
     seed: int = 0,
     **options: Any,
 ) -> Result:
     """Tune a trained ``Trainer``'s model for a metric of its ``compute_metrics``, and merge phi into its weights.
 
-    Call it after ``trainer.train()``: what the script saves, evaluates or predicts next is the tuned model, and so is
-    what is reloaded from the checkpoints of the training that had the same model: the last one, and with
-    ``load_best_model_at_end`` the best. The weights that were in them are kept in their folder ``untuned``. DeepSpeed's
-    own shards beside them stay as they are; a model of which each process has a part, as by FSDP or DeepSpeed's stage
-    3, is refused.
+    Call it after ``trainer.train()``, with ``load_best_model_at_end`` from the best weights: what the script saves,
+    evaluates or predicts next is the tuned model. Save it by ``trainer.save_model()``: the training's own checkpoints
+    stay as they are. A model of which each process has a part, as by FSDP or DeepSpeed's stage 3, is refused.
 
     The loss is ``trainer.compute_loss`` on batches of the training data. A query is one ``trainer.evaluate()``, a
     subclass's too, such as that of `Seq2SeqTrainer` with its arguments' ``generation_max_length``; but callbacks and
@@ -89,7 +79,6 @@ def tune_trainer(
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
         population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
             `FinetuneTask`. A loss that keeps tensors for later needs 1.
-        checkpoints: Whether checkpoints get the tuned weights.
         seed: Seed of all draws, that of the halves among them.
         options: Further arguments of `optimize_metric`, e.g. ``output_dir``.
 
@@ -135,13 +124,10 @@ def tune_trainer(
         )
         run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
         adapter.set_phi(of_first(adapter.phi.detach()))
-        moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
         adapter.merge()
     except BaseException:
         before.put_back()  # without an adapter
         raise
-    if checkpoints and moved:
-        _save_in_checkpoints(trainer)
     return run
 
 
@@ -305,68 +291,3 @@ def _rows(prediction: Any, rows: Tensor) -> EvalPrediction:
 
     parts = (prediction.predictions, prediction.label_ids, prediction.inputs, prediction.losses)
     return EvalPrediction(*map(taken, parts))
-
-
-def _save_in_checkpoints(trainer: Any) -> None:
-    """Write the tuned model into the checkpoints that have what was tuned; name those that have another."""
-    for folder in _checkpoints_of(trainer):
-        aside = _set_aside(folder) if trainer.args.should_save else []
-        try:
-            trainer.save_model(str(folder))
-        except BaseException:
-            _put_back(aside, folder)
-            raise
-        if aside and not _weights_in(folder):
-            _put_back(aside, folder)
-            warnings.warn(
-                f"{folder} stays without phi, as trainer.save_model wrote no weights there: save the model itself",
-                stacklevel=3,
-            )
-
-
-def _checkpoints_of(trainer: Any) -> list[Path]:
-    """Return the folders from which the trainer would reload its model."""
-    best, last = trainer.state.best_model_checkpoint, None
-    if Path(trainer.args.output_dir).is_dir():
-        last = get_last_checkpoint(trainer.args.output_dir)  # type: ignore[no-untyped-call]
-    number = re.search(r"(\d+)$", last or "")
-    if number is not None and int(number[1]) > trainer.state.global_step:
-        warnings.warn(f"{last} is of another training, and stays as it is", stacklevel=3)
-        last = None
-    if best is not None and not trainer.args.load_best_model_at_end:
-        if last is None or Path(best).resolve() != Path(last).resolve():
-            warnings.warn(
-                f"{best} has the weights of an earlier step, which were not tuned; with load_best_model_at_end=True"
-                " they are",
-                stacklevel=3,
-            )
-        best = None
-    found = {Path(each).resolve(): Path(each) for each in (best, last) if each is not None and Path(each).is_dir()}
-    within = Path(trainer.args.output_dir).resolve()
-    for path in [each for each in found if not each.is_relative_to(within)]:  # of a resumed training, a file's text
-        warnings.warn(f"{found.pop(path)} is not in the training's output_dir, and stays as it is", stacklevel=3)
-    return list(found.values())
-
-
-def _weights_in(folder: Path) -> list[Path]:
-    return [file for pattern in WEIGHTS for file in folder.glob(pattern)]
-
-
-def _set_aside(folder: Path) -> list[Path]:
-    """Move a checkpoint's weights into its folder for what was not tuned, so that no shard of them is left in place.
-
-    Returns:
-        Where they are.
-    """
-    kept = folder / UNTUNED
-    kept.mkdir(exist_ok=True)
-    for file in _weights_in(kept):  # of a search before this one
-        file.unlink()
-    for file in folder.glob(CONFIG):
-        shutil.copy2(file, kept / file.name)
-    return [file.replace(kept / file.name) for file in _weights_in(folder)]
-
-
-def _put_back(aside: list[Path], folder: Path) -> None:
-    for file in aside:
-        file.replace(folder / file.name)

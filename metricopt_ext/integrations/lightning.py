@@ -18,8 +18,7 @@ from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
-from metricopt_ext.integrations.lightning_checkpoints import load_best, save_tuned
-from metricopt_ext.integrations.lightning_steps import last_epoch, prepared, training_loss, validated
+from metricopt_ext.integrations.lightning_steps import best_weights, last_epoch, prepared, training_loss, validated
 from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.result import Result
@@ -42,12 +41,11 @@ class SearchPhi(L.Callback):
     data module and hooks, but without its callbacks, and loggers get nothing. The loss is that of ``training_step``, on
     batches of the training data after the same hooks; what the step logs meanwhile is dropped. Several processes
     validate together, and the first one's values count: log with ``sync_dist=True`` what all should have a part in. The
-    search begins from the best checkpoint, if the trainer keeps one, and ends with phi merged: the module is an
-    ordinary one again, and the checkpoints that Lightning reloads, ``"best"`` and ``"last"``, have the tuned weights.
-    What was in them is beside them, in files that end in ``.untuned``. Other files, folders of shards and averages of
-    the weights stay without phi; a module that FSDP or DeepSpeed's stage 3 shards is refused before training.
-    Settings, adapter and data are checked before the first training step, what the validation logs after the sanity
-    check or the first validation.
+    search begins from the best checkpoint, if the trainer keeps one, as that is what would be deployed. It ends with
+    phi merged, in an ordinary module: save it by ``trainer.save_checkpoint(path)`` and test it by
+    ``trainer.test(module)``, as the fit's own checkpoints stay as they are, and ``ckpt_path="best"`` is one of them. A
+    module that FSDP or DeepSpeed's stage 3 shards is refused before training. Settings, adapter and data are checked
+    before the first training step, what the validation logs after the sanity check or the first validation.
 
     Args:
         monitor: What to tune, by the name under which ``validation_step`` logs it; or a list of several that
@@ -60,8 +58,7 @@ class SearchPhi(L.Callback):
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer, with 32 numbers. It is
             called before training too, for a check, and that adapter is removed.
-        merge: Whether phi is merged and the checkpoints are rewritten. If False, the search begins from the last
-            weights, and the module keeps its adapter, with the phi that the guard kept.
+        merge: Whether phi is merged. If False, the module keeps its adapter, with the phi that the guard kept.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Attributes:
@@ -197,11 +194,9 @@ class SearchPhi(L.Callback):
             self._check_logged(scores)
             return self._told(scores)
 
-        before, put_back = KeptModules(module), None
-        try:
-            if self.merge:
-                put_back = load_best(trainer, module)
-            with last_epoch(trainer):
+        before = KeptModules(module)
+        with best_weights(trainer), last_epoch(trainer):
+            try:
                 self.adapter = adapter = self.attach(module)
                 task = FinetuneTask(
                     adapter,
@@ -212,16 +207,11 @@ class SearchPhi(L.Callback):
                 )
                 self.run = optimize_metric(task, queries=self.queries, **options)
                 adapter.set_phi(of_first(adapter.phi.detach()))
-                moved = bool(adapter.phi.any()) or bool(adapter.context.originals)
                 if self.merge:
                     adapter.merge()
-        except BaseException:
-            before.put_back()  # without an adapter
-            if put_back is not None:
-                put_back()
-            raise
-        if moved and self.merge:
-            save_tuned(trainer)
+            except BaseException:
+                before.put_back()  # without an adapter
+                raise
 
     def _metric(self, function: Callable[..., Any]) -> Metric:
         combine = self.logged.combine

@@ -1,5 +1,6 @@
 """What a fitted Lightning trainer did in its last epoch, once more: its validation, batches and training loss."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,6 +10,25 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from torch import Tensor
 
 from metricopt_ext.utils.seeding import generator, seeded_streams
+
+
+@contextmanager
+def best_weights(trainer: L.Trainer) -> Iterator[None]:
+    """Load the weights of the best checkpoint, if a trainer has kept one; after an error its module has its own again.
+
+    Raises:
+        Exception: The checkpoint can't be loaded.
+    """
+    host: Any = trainer
+    module, before = host.lightning_module, copy.deepcopy(host.lightning_module.state_dict())
+    try:
+        if path := getattr(host.checkpoint_callback, "best_model_path", ""):
+            checkpoint = host.strategy.load_checkpoint(path)
+            host.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+        yield
+    except BaseException:
+        module.load_state_dict(before)
+        raise
 
 
 @contextmanager

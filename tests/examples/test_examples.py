@@ -224,23 +224,18 @@ def test_the_imagenet_trainer_resumes_the_tuned_model(ran: Any) -> None:
 
 
 @pytest.mark.slow
-def test_lightnings_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
+def test_lightnings_checkpoint_is_the_tuned_model(ran: Any) -> None:
     tuned = ran("lightning_classifier", "--epochs", "3")
-    best = torch.load("lightning_classifier/best.ckpt", weights_only=True)["state_dict"]
-    untuned = torch.load("lightning_classifier/best.ckpt.untuned", weights_only=True)["state_dict"]
-    assert best.keys() == untuned.keys()
-    assert not all(torch.equal(each, untuned[name]) for name, each in best.items())
-    module = tuned.names["ImageClassifier"].load_from_checkpoint("lightning_classifier/best.ckpt")
+    module = tuned.names["ImageClassifier"].load_from_checkpoint("lightning_classifier.ckpt")
     data = tuned.names["Digits"]()
     data.setup("validate")
     assert float(module.f1(*data.sets["val"].tensors)) == pytest.approx(tuned.names["search"].run.after, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_the_trainers_best_checkpoint_is_the_tuned_model(ran: Any) -> None:
+def test_what_the_trainer_saves_is_the_tuned_model(ran: Any) -> None:
     tuned = ran("huggingface_text", "--epochs", "3")
-    assert tuned.value("test, after: ") == tuned.value("of the best checkpoint: ")
-    assert Path("huggingface_text/model.safetensors").exists()
+    assert tuned.value("test, after: ") == tuned.value("of what was saved: ")
 
 
 @pytest.mark.slow

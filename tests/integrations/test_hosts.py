@@ -152,10 +152,8 @@ class TestLightning(HostTester):
             return float(trainer().validate(module, whole, verbose=False)[0]["score"])
 
         def loaded() -> list[nn.Module]:
-            kept = hosts[-1].checkpoint_callback
-            files = [kept.best_model_path, kept.last_model_path, folder / "again.ckpt"]
-            hosts[-1].save_checkpoint(files[-1])
-            return [Module.load_from_checkpoint(file) for file in files]
+            hosts[-1].save_checkpoint(folder / "tuned.ckpt")
+            return [Module.load_from_checkpoint(folder / "tuned.ckpt")]
 
         return Host(tune, lambda: module, evaluate, loaded, lambda each: each.net.eval()(X).detach())
 
@@ -204,9 +202,8 @@ class TestHuggingFace(HostTester):
         judge.most = most
 
         def loaded() -> list[nn.Module]:
-            trainer.save_model(str(folder / "own"))
-            folders = [folder / "own", trainer.state.best_model_checkpoint, folder / "checkpoint-2"]
-            return [transformers.AutoModelForSequenceClassification.from_pretrained(each) for each in folders]
+            trainer.save_model()
+            return [transformers.AutoModelForSequenceClassification.from_pretrained(folder)]
 
         def outputs(model: nn.Module) -> Tensor:
             ids = torch.tensor([row["input_ids"] for row in ROWS])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import metricopt_ext as mo
 from helpers.quadratics import Quadratic
-from helpers.refusals import assert_refused, assert_warned, having
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError, BudgetError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations.lightning import SearchPhi
 from metricopt_ext.runtime.progress import Callback
@@ -345,65 +345,42 @@ class Saved(Module):
 
 
 def fitted(callback: SearchPhi | None, folder: Path, module: Saved, **options: Any) -> dict[str, Tensor]:
-    kept = {"monitor": "early", "mode": "max", "filename": "best", "save_last": True}
+    kept = {"monitor": "early", "mode": "max", "filename": "best"}
     callbacks = [ModelCheckpoint(folder, **kept), *([] if callback is None else [callback])]
     trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options).fit(module, BATCHES, JUDGED)
     return module.state_dict()
 
 
-def test_the_search_begins_from_the_best_checkpoint_and_keeps_its_file(tmp_path: Path) -> None:
-    callback = search(halves=None)
+def test_the_search_begins_from_the_best_checkpoint_and_leaves_its_file(tmp_path: Path) -> None:
+    callback, plain = search(halves=None), tmp_path / "plain"
     tuned = fitted(callback, tmp_path, Saved())
-    best = torch.load(tmp_path / "best.ckpt.untuned", weights_only=True)
-    assert best["epoch"] == 0
-    assert (tmp_path / "last.ckpt.untuned").exists()
-    untuned = Saved()
-    untuned.load_state_dict(best["state_dict"])
-    (scores,) = trainer().validate(untuned, JUDGED, verbose=False)
-    assert callback.run.before == pytest.approx(scores["score"], abs=1e-9)
-    rewritten = torch.load(tmp_path / "best.ckpt", weights_only=True)
-    assert rewritten["epoch"] == 0
-    assert rewritten["hyper_parameters"] == best["hyper_parameters"]
-    assert rewritten.keys() == best.keys()
-    assert not all(torch.equal(each, best["state_dict"][name]) for name, each in tuned.items())
+    untuned = {"last": fitted(None, plain, Saved())}
+    untuned["best"] = torch.load(plain / "best.ckpt", weights_only=True)["state_dict"]
+    kept = torch.load(tmp_path / "best.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(each, untuned["best"][name]) for name, each in kept.items())
+    assert not all(torch.equal(each, kept[name]) for name, each in tuned.items())
+    scores = {}
+    for name, state in untuned.items():
+        module = Saved()
+        module.load_state_dict(state)
+        scores[name] = trainer().validate(module, JUDGED, verbose=False)[0]["score"]
+    assert callback.run.before == pytest.approx(scores["best"], abs=1e-9)
+    assert abs(scores["best"] - scores["last"]) > 1e-4
 
 
-def test_after_an_error_the_weights_are_the_last_ones(tmp_path: Path) -> None:
-    module = Saved(fails=True)
-    assert_refused(lambda: fitted(search(), tmp_path, module), MetricError, "no data")
+def unread(*arguments: Any, **options: Any) -> None:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_after_an_error_the_weights_are_the_last_ones(
+    reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the validation, or where the best checkpoint can't be read."""
+    module = Saved(fails=reads)
+    if not reads:
+        monkeypatch.setattr("lightning.pytorch.strategies.SingleDeviceStrategy.load_checkpoint", unread)
+    error, said = (MetricError, "no data") if reads else (OSError, "the disk is gone")
+    assert_refused(lambda: fitted(search(), tmp_path, module), error, said)
     expected = fitted(None, tmp_path / "plain", Saved())
     assert all(torch.equal(each, expected[name]) for name, each in module.state_dict().items())
-    assert not list(tmp_path.rglob("*.untuned"))
-
-
-def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(self: Any, path: Any, **options: Any) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr("lightning.pytorch.strategies.SingleDeviceStrategy.load_checkpoint", unreadable)
-    with pytest.warns(UserWarning, match=having("best.ckpt", "the disk is gone")) as caught:
-        fitted(search(halves=None), tmp_path, Saved())
-    said = [str(each.message) for each in caught]
-    assert any("begins from the last weights" in each for each in said)
-    assert any("lacks phi" in each for each in said)
-
-
-class Sharding(L.pytorch.strategies.SingleDeviceStrategy):
-    """Writes each checkpoint as a folder, as strategies for many devices do."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        Path(filepath).mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, Path(filepath) / "shard.pt")
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        Path(filepath, "shard.pt").unlink()
-        Path(filepath).rmdir()
-
-
-def test_folders_of_shards_stay(tmp_path: Path) -> None:
-    callback = search(halves=None)
-    host = lambda: fitted(callback, tmp_path, Saved(), strategy=Sharding(device="cpu"))  # noqa: E731
-    assert_warned(host, tmp_path / "best.ckpt", "begins from the last weights")
-    assert callback.run.after > callback.run.before
-    for which in ("best", "last"):
-        assert [each.name for each in (tmp_path / f"{which}.ckpt").iterdir()] == ["shard.pt"]
