@@ -1,6 +1,5 @@
 """A search in one line of a script with Hugging Face's ``Trainer``: its model, its data, its own compute_metrics."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -73,8 +72,8 @@ def tune_trainer(
         queries: Passes over the evaluation data that may be spent.
         combine: How several make the metric, as of `Metric`, e.g. ``"worst"``.
         eval_dataset: The data to judge on; by default the trainer's own.
-        maximize: Whether higher is better; by default the arguments' ``greater_is_better`` if they name this metric,
-            unless its name says the opposite; else as its name says, as ``f1`` and ``wer`` do.
+        maximize: Whether higher is better. By default as the name says, as ``f1`` and ``wer`` do, or the arguments'
+            ``greater_is_better`` where it is not what transformers sets without being told.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
         population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
@@ -105,7 +104,7 @@ def tune_trainer(
     loader = trainer.get_train_dataloader()
     drawn = loader_batches(loader, trainer.args.train_batch_size)
     model = unwrapped(trainer.model)
-    higher = logged.maximize(partial(_maximize, trainer)) if maximize is None else maximize
+    higher = logged.maximize(partial(_higher, trainer.args)) if maximize is None else maximize
     before = KeptModules(model)
     try:
         adapter = attach(model)
@@ -142,19 +141,22 @@ def _named(trainer: Any, metric: str | Sequence[str] | None, combine: Combine | 
     return logged._replace(names=tuple(str(each).removeprefix(PREFIX) for each in logged.names))
 
 
-def _maximize(trainer: Any, name: str) -> bool:
-    best, greater = trainer.args.metric_for_best_model, trainer.args.greater_is_better
-    if best is None or best.removeprefix(PREFIX) != name or greater is None:
+def _higher(arguments: Any, name: str) -> bool:
+    """Return whether higher is better.
+
+    Raises:
+        ConfigError: Nothing tells, as where ``greater_is_better`` may be what transformers has set for any name.
+    """
+    best, told, known = arguments.metric_for_best_model, arguments.greater_is_better, known_direction(name)
+    if best is None or best.removeprefix(PREFIX) != name or told is None or told == known:
         return direction(name, None)
-    known, higher = known_direction(name), bool(greater)
-    if known != higher != name.endswith("loss"):  # as transformers sets it where it is not told
-        said = f"greater_is_better is {higher}, which transformers sets itself unless it is told"
-        if known is not None:
-            raise ConfigError(
-                f"{said}, and a name like {name!r} says the opposite; say maximize=True or maximize=False"
-            )
-        warnings.warn(f"{said}: {name!r} is tuned so; say maximize={not higher} if it is wrong", stacklevel=3)
-    return higher
+    if told == (not name.endswith("loss")):  # as transformers sets it
+        says = "does not say" if known is None else "says the opposite"
+        raise ConfigError(
+            f"greater_is_better is {told}, which transformers sets itself unless it is told, and a name like {name!r}"
+            f" {says}; say maximize=True or maximize=False"
+        )
+    return bool(told)
 
 
 def _judged_on(trainer: Any, given: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_refused, assert_warned
+from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError, ConfigError, DataError, MetricError
 from metricopt_ext.integrations.huggingface import tune_trainer
 from metricopt_ext.runtime.progress import Callback
@@ -45,6 +45,10 @@ def likelihood(prediction: Any) -> dict[str, float]:
 
 def risk(prediction: Any) -> dict[str, float]:
     return {"wer": 1 - likelihood(prediction)["likelihood"]}
+
+
+def mystery(prediction: Any) -> dict[str, float]:
+    return {"mystery": risk(prediction)["wer"]}
 
 
 def trainer(folder: Path, **options: Any) -> Any:
@@ -138,13 +142,14 @@ def test_several_that_are_reported_make_the_metric(tmp_path: Path) -> None:
     ("own", "metric"),
     [
         ({"compute_metrics": None}, "eval_loss"),
-        ({"compute_metrics": risk, "metric_for_best_model": "eval_wer", "greater_is_better": False}, None),
+        ({"compute_metrics": risk}, "eval_wer"),
+        ({"compute_metrics": mystery, "metric_for_best_model": "eval_mystery", "greater_is_better": False}, None),
     ],
-    ids=["loss", "arguments"],
+    ids=["loss", "name", "arguments"],
 )
 def test_which_way_is_better(own: dict[str, Any], metric: str | None, tmp_path: Path) -> None:
     host = trainer(tmp_path, **own)
-    before = host.evaluate()[metric or "eval_wer"]
+    before = host.evaluate()[metric or "eval_mystery"]
     run = tuned(host, metric, eval_dataset=ROWS)
     assert run.before == pytest.approx(before, abs=1e-6)
     assert run.after < run.before
@@ -156,10 +161,11 @@ def test_which_way_is_better(own: dict[str, Any], metric: str | None, tmp_path: 
         ({"metric_for_best_model": "wer"}, None, ("'wer'", "greater_is_better", "maximize=False")),
         ({"metric_for_best_model": "eval_wer", "greater_is_better": True}, "wer", ("'wer'", "maximize=False")),
         ({"metric_for_best_model": "accuracy_loss"}, "accuracy_loss", ("accuracy_loss", "False", "maximize=True")),
+        ({"metric_for_best_model": "rows"}, None, ("'rows'", "greater_is_better", "maximize=True")),
         ({}, "rows", ("'rows'", "maximize=True")),
     ],
 )
-def test_a_direction_that_the_host_guesses_is_no_telling(
+def test_a_direction_that_the_host_guesses_is_asked_for(
     best: dict[str, Any], metric: str | None, named: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Transformers itself sets ``greater_is_better`` to whether the name ends in no ``loss``."""
@@ -169,11 +175,8 @@ def test_a_direction_that_the_host_guesses_is_no_telling(
         return {"wer": value, "accuracy_loss": value, "rows": 0.0}
 
     host = trainer(tmp_path, compute_metrics=both, **best)
-    if metric == "accuracy_loss":  # its direction is neither said nor surely told, so it is followed with a warning
-        assert_warned(lambda: tuned(host, metric, queries=8), *named)
-        return
     assert_refused(lambda: tuned(host, metric), ConfigError, *named)
-    if metric is None:
+    if best == {"metric_for_best_model": "wer"}:
         run = tuned(host, queries=8, maximize=False)
         assert run.after <= run.before
 
