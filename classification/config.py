@@ -221,7 +221,7 @@ class ClassificationConfig(RunConfig):
         if data.kind not in KINDS:
             raise ConfigError(
                 f"data.kind={data.kind!r} must be {either(KINDS)}; tune a model of anything else in Python, by"
-                " metricopt_ext.methods.tune.tune_model and a metric of your own"
+                " metricopt_ext.tune_model and a metric of your own"
             )
         if data.kind == "multilabel" and not isinstance(data, TableConfig | LabelledImagesConfig | OwnDataConfig):
             raise ConfigError(

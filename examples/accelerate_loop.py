@@ -9,7 +9,7 @@ from sklearn.metrics import recall_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from metricopt_ext.methods.tune import tune_model  # +
+import metricopt_ext as mo  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
@@ -48,7 +48,8 @@ for _ in range(args.epochs):
         accelerator.backward(criterion(model(x), y))
         optimizer.step()
 accelerator.print(f"macro recall on test, before: {evaluate(test)[0]:.4f}")
-run = tune_model(model, train, criterion, lambda: evaluate(val), queries=60, maximize=True)  # +
+metric = mo.Metric(lambda: evaluate(val), maximize=True)  # metric
+run = mo.tune_model(model, loss=criterion, batches=train, metric=metric, queries=60)  # +
 accelerator.print(run, f"macro recall on test, after: {evaluate(test)[0]:.4f}", sep="\n")
 accelerator.save(accelerator.unwrap_model(model).state_dict(), "accelerate_loop.pth")
 accelerator.end_training()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, models, transforms
 
-from metricopt_ext.methods.tune import tune_model  # +
+import metricopt_ext as mo  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("data", nargs="?", type=Path, default="imagenet_trainer", help="has train and val; else digits")
@@ -32,8 +32,7 @@ def main(args: argparse.Namespace) -> None:
     train = DataLoader(train_set, batch_size=64, shuffle=True)
     val_loader = DataLoader(datasets.ImageFolder(args.data / "val", to_tensor), batch_size=250)
     model = nn.DataParallel(models.get_model(args.arch, num_classes=len(train_set.classes)).to(device))
-    loss = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), args.lr, 0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     if args.resume:
         model.load_state_dict(torch.load(args.resume, map_location=device)["state_dict"])
@@ -49,7 +48,8 @@ def main(args: argparse.Namespace) -> None:
         scheduler.step()
         print(f"mean recall after epoch {epoch + 1}: {validate(val_loader, model, device)[0]:.4f}")
         torch.save({"epoch": epoch + 1, "arch": args.arch, "state_dict": model.state_dict()}, "checkpoint.pth.tar")
-    print(tune_model(model, train, loss, lambda: validate(val_loader, model, device), queries=60, maximize=True))  # +
+    metric = mo.Metric(lambda: validate(val_loader, model, device), maximize=True)  # metric
+    print(mo.tune_model(model, loss=loss, batches=train, metric=metric, queries=60))  # +
     torch.save({"epoch": args.epochs, "arch": args.arch, "state_dict": model.state_dict()}, "model_best.pth.tar")  # +
 
 

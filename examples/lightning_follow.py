@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_f1_score
 
-import metricopt_ext as mo  # ++
+import metricopt_ext as mo  # +
 from metricopt_ext.integrations.lightning import SearchPhi  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -33,8 +33,8 @@ class Classifier(L.LightningModule):
             self.log(name, multiclass_f1_score(self.net(batch[0][rows]), batch[1][rows], 10, average="macro"))  # +
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if hasattr(search, "adapter"):  # ++
-            return mo.MetricOpt(search.adapter.parameters(), mo.load_value_function("f.safetensors"), steps=30)  # ++
+        if hasattr(search, "run"):  # ++
+            return mo.MetricOpt(mo.Adapter(self).parameters(), mo.load_value_function("f.safetensors"), steps=30)  # ++
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
@@ -48,10 +48,11 @@ module, options = Classifier(), {"logger": False, "enable_checkpointing": False,
 search = SearchPhi("f1", halves=("even", "odd"), queries=args.queries, merge=False)  # +
 L.Trainer(max_epochs=args.epochs, callbacks=[search], **options).fit(module, train, val)  # +
 print(search.run, "on test, after:", L.Trainer(**options).validate(module, test, verbose=False))
-search.adapter.set_phi(torch.zeros(search.adapter.dim))  # ++
+adapter = mo.Adapter(module)  # +
+adapter.set_phi(torch.zeros(adapter.dim))  # ++
 print("on test, before:", L.Trainer(**options).validate(module, test, verbose=False))
 search.run.fit.f.save("f.safetensors")  # ++
 L.Trainer(max_steps=30, **options).fit(module, train)  # ++
 print("on test, after following f:", L.Trainer(**options).validate(module, test, verbose=False))
-search.adapter.merge()  # +
+adapter.merge()  # +
 torch.save(module.state_dict(), "lightning_follow.pth")

@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from metricopt_ext.methods.tune import tune_model  # +
+import metricopt_ext as mo  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=60)
@@ -42,6 +42,7 @@ for _ in range(args.epochs):
         criterion(model(inputs), targets).backward()
         optimizer.step()
 print(f"pinball loss on test, before: {pinball(model, x_test, y_test):.4f}")
-print(tune_model(model, loader, criterion, validate, queries=args.queries, maximize=False, bounds=None))  # +
+metric = mo.Metric(validate, maximize=False, bounds=None)  # +
+print(mo.tune_model(model, loss=criterion, batches=loader, metric=metric, queries=args.queries))  # +
 print(f"pinball loss on test, after: {pinball(model, x_test, y_test):.4f}")
 torch.save(model.state_dict(), "regression.pth")

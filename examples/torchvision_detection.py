@@ -11,7 +11,7 @@ from torchvision.models.detection.faster_rcnn import FasterRCNN, FastRCNNPredict
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
-from metricopt_ext.methods.tune import tune_model  # +
+import metricopt_ext as mo  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=12)
@@ -50,8 +50,7 @@ def average_precision(pairs: list) -> float:
     return max(0.0, float(coco.compute()["map_50"]))
 
 
-stages = [nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in WIDTHS]
-backbone = nn.Sequential(*stages)
+backbone = nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in WIDTHS))
 backbone.out_channels = 64
 anchors = AnchorGenerator(((16,),), ((1.0,),))
 few = {f"rpn_{when}_nms_top_n_{part}": 40 for when in ("pre", "post") for part in ("train", "test")}
@@ -75,6 +74,7 @@ for epoch in range(args.epochs):
         optimizer.step()
     torch.save({"model": model.state_dict(), "epoch": epoch}, "torchvision_detection.pth")
 print(f"AP50 on test, before: {evaluate(model, test)[0]:.4f}")
-print(tune_model(model, train, loss_of, lambda: evaluate(model, val), queries=60, maximize=True, training=True))  # +
+metric = mo.Metric(lambda: evaluate(model, val), maximize=True)  # metric
+print(mo.tune_model(model, loss=loss_of, batches=train, metric=metric, queries=60, training=True))  # +
 torch.save({"model": model.state_dict(), "epoch": args.epochs}, "torchvision_detection.pth")  # +
 print(f"AP50 on test, after: {evaluate(model, test)[0]:.4f}")

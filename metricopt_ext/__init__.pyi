@@ -16,6 +16,7 @@ from .methods.pipeline import optimize_metric as optimize_metric
 from .methods.result import Result as Result
 from .methods.soups import soup_starts as soup_starts
 from .methods.starts import batchnorm_start as batchnorm_start
+from .methods.tune import tune_model as tune_model
 from .runtime.progress import Callback as Callback
 from .search.optimizer import MetricOpt as MetricOpt
 from .tasks.batches import DatasetBatches as DatasetBatches

@@ -1,9 +1,11 @@
 """Evidence: whether what a metric is judged on was trained on, and is the same each time that it is read."""
 
 import hashlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.seeding import seeded_streams
@@ -66,6 +68,26 @@ def check_evidence(train: Any, judged: Any, name: str, collate: Callable[[list[A
             " of them; give it the transforms of a test set",
             stacklevel=5,
         )
+
+
+def check_function(train: Any, function: Callable[..., Any]) -> None:
+    """Refuse a metric whose own names, or arguments, are of one DataLoader, and that is of what is trained on.
+
+    Args:
+        train: The dataset that is trained on.
+        function: The metric's function.
+
+    Raises:
+        DataError: As from `check_evidence`.
+    """
+    if isinstance(function, partial):
+        seen = [*function.args, *function.keywords.values()]
+    else:
+        names = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+        seen = [] if names is None else [*names.nonlocals.values(), *names.globals.values()]
+    loaders = {id(each): each for each in seen if isinstance(each, DataLoader)}
+    if len(loaders) == 1:
+        check_evidence(train, loaders.popitem()[1].dataset, "the metric's DataLoader")
 
 
 def leaves(data: Any, places: Sequence[int] | None = None) -> Iterator[Leaf]:

@@ -1,42 +1,29 @@
 """A search in one line of a script with Hugging Face's ``Trainer``: its model, its data, its own compute_metrics."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import EvalPrediction
 
-from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import FILM
-from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_evidence
 from metricopt_ext.data.halves import Halves, random_halves, stratified_halves
 from metricopt_ext.errors import ConfigError
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.integrations.reported import metric_of, names_of
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.tune import (
-    Logged,
-    ReplayedLoss,
-    in_step,
-    judged_together,
-    loader_batches,
-    of_first,
-    several,
-)
+from metricopt_ext.methods.tune import tune_model
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction, known_direction
 from metricopt_ext.tasks.halved import with_halves
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.kept_modules import KeptModules
 
 PREFIX = "eval_"  # of the names by which a Trainer reports its metrics
 SPEEDS = ("runtime", "per_second", "preparation_time")  # end names of what is measured of each evaluation
-SET_BY_EVALUATE = ("compute_metrics", "log", "_gen_kwargs", "gather_function")  # attributes; the last two by Seq2Seq's
 
 
 def tune_trainer(
@@ -48,8 +35,6 @@ def tune_trainer(
     eval_dataset: Any = None,
     maximize: bool | None = None,
     bounds: tuple[float, float] | None = (0.0, 1.0),
-    attach: Callable[[nn.Module], Adapter] = FILM,
-    population: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Result:
@@ -65,8 +50,8 @@ def tune_trainer(
     processes evaluate together.
 
     Args:
-        trainer: The Trainer, or a subclass's.
-        metric: What to tune, as ``compute_metrics`` names it, with or without ``eval_``; by default
+        trainer: The Trainer, or a subclass's. A query is of a shallow copy: what else ``evaluate`` sets is not kept.
+        metric: What to tune, as the evaluation names it, with or without ``eval_``; by default
             ``metric_for_best_model`` of the training's arguments. ``"loss"`` is the mean loss. Or a list of several
             that ``combine`` makes the metric of, such as a recall for each class.
         queries: Passes over the evaluation data that may be spent.
@@ -75,70 +60,50 @@ def tune_trainer(
         maximize: Whether higher is better. By default as the name says, as ``f1`` and ``wer`` do, or the arguments'
             ``greater_is_better`` where it is not what transformers sets without being told.
         bounds: Lowest and highest possible value; None for a metric without known bounds, as a loss always is.
-        attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
-        population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
-            `FinetuneTask`. A loss that keeps tensors for later needs 1.
         seed: Seed of all draws, that of the halves among them.
-        options: Further arguments of `optimize_metric`, e.g. ``output_dir``.
+        options: Further arguments of `tune_model` or `optimize_metric`, e.g. ``attach`` and ``output_dir``.
 
     Returns:
         What the search did.
 
     Raises:
         ConfigError: No metric is named, or nothing tells whether higher is better, or the trainer has no evaluation
-            data, or several sets of them; or there are several processes and an ``output_dir``, which they can't share.
-        DataError: The training data can't be drawn in batches.
+            data, or several sets of them.
         MetricError: The evaluation does not report the metric.
-        AdapterError: Each process has only a part of the model.
-        Others: As from ``attach``, `FinetuneTask` and `optimize_metric`; the model has no adapter then.
+        Others: As from `tune_model`; the model has no adapter then.
 
     Examples:
         >>> trainer.train()  # doctest: +SKIP
         >>> run = tune_trainer(trainer, "f1", queries=100)  # doctest: +SKIP
         >>> trainer.save_model()  # doctest: +SKIP
     """
-    if several():
-        options = in_step(options)
-    logged = _named(trainer, metric, combine)
-    judge = _Evaluation(trainer, logged, _judged_on(trainer, eval_dataset), seed)
-    loader = trainer.get_train_dataloader()
-    drawn = loader_batches(loader, trainer.args.train_batch_size)
-    model = unwrapped(trainer.model)
-    higher = logged.maximize(partial(_higher, trainer.args)) if maximize is None else maximize
-    before = KeptModules(model)
-    try:
-        adapter = attach(model)
-        task = FinetuneTask(
-            adapter,
-            loss=ReplayedLoss(partial(_loss, trainer), training=False),
-            batches=drawn,
-            metric=Metric(
-                judged_together(adapter, judge),
-                maximize=higher,
-                bounds=None if "loss" in logged.names else bounds,
-                name=str(logged),
-                combine=combine,
-            ),
-            population=population,  # 1 with BERT's mask, whose values transformers' code branches on
-        )
-        run: Result = optimize_metric(task, queries=queries, seed=seed, **options)
-        adapter.set_phi(of_first(adapter.phi.detach()))
-        adapter.merge()
-    except BaseException:
-        before.put_back()  # without an adapter
-        raise
-    return run
-
-
-def _named(trainer: Any, metric: str | Sequence[str] | None, combine: Combine | None) -> Logged:
-    name = trainer.args.metric_for_best_model if metric is None else metric
-    if name is None:
+    given = trainer.args.metric_for_best_model if metric is None else metric
+    if given is None:
         raise ConfigError(
             "no metric is named; give one that compute_metrics returns, as tune_trainer(trainer, 'f1', ...), or set"
             " metric_for_best_model"
         )
-    logged = Logged.of(name, combine)
-    return logged._replace(names=tuple(str(each).removeprefix(PREFIX) for each in logged.names))
+    names = names_of(_bare(given) if isinstance(given, str) else [_bare(each) for each in given], combine)
+    data = _judged_on(trainer, eval_dataset)
+    return tune_model(
+        trainer.model,
+        loss=partial(_loss, trainer),
+        batches=trainer.get_train_dataloader(),
+        metric=metric_of(
+            partial(_evaluated, trainer, names, data, seed),
+            names=names,
+            higher=partial(_higher, trainer.args) if maximize is None else lambda name: bool(maximize),
+            bounds=None if "loss" in names else bounds,
+            combine=combine,
+        ),
+        queries=queries,
+        seed=seed,
+        **options,
+    )
+
+
+def _bare(name: Any) -> str:
+    return str(name).removeprefix(PREFIX)
 
 
 def _higher(arguments: Any, name: str) -> bool:
@@ -148,7 +113,7 @@ def _higher(arguments: Any, name: str) -> bool:
         ConfigError: Nothing tells, as where ``greater_is_better`` may be what transformers has set for any name.
     """
     best, told, known = arguments.metric_for_best_model, arguments.greater_is_better, known_direction(name)
-    if best is None or best.removeprefix(PREFIX) != name or told is None or told == known:
+    if best is None or _bare(best) != name or told is None or told == known:
         return direction(name, None)
     if told == (not name.endswith("loss")):  # as transformers sets it
         says = "does not say" if known is None else "says the opposite"
@@ -184,97 +149,56 @@ def _loss(trainer: Any, model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-class _Evaluation:
-    """A pass over the evaluation data: the metric, and its values on two halves of what was predicted.
+def _evaluated(trainer: Any, names: Sequence[str], dataset: Any, seed: int) -> dict[str, Any]:
+    """Return what a trainer's evaluation reports by some names, each with its values on two halves, where there are.
 
-    Args:
-        trainer: The Trainer; it is as it was after each pass.
-        logged: The metric's name, or its outcomes', without the prefix.
-        dataset: The data.
-        seed: Seed of the halves.
+    The trainer's callbacks and logs get nothing.
+
+    Raises:
+        ConfigError: It does not report one.
     """
+    own, halves = copy.copy(trainer), dict[str, Any]()
+    own.callback_handler = copy.copy(trainer.callback_handler)
+    own.callback_handler.callbacks = []
+    own.log = lambda *arguments, **options: None
 
-    def __init__(self, trainer: Any, logged: Logged, dataset: Any, seed: int) -> None:
-        self.trainer, self.logged, self.dataset, self.seed = trainer, logged, dataset, seed
+    def compute(prediction: Any, *further: Any, **options: Any) -> Any:
+        metrics = trainer.compute_metrics(prediction, *further, **options)
+        values = _by_name(metrics)
+        if told := [name for name in names if name in values]:
+            batchwise = bool(further or options)  # it keeps the state itself
+            parts = "compute_metrics is asked batch by batch" if batchwise else _halves_of(prediction, seed)
+            both: Any = with_halves(
+                lambda rows: values if rows is None else _by_name(trainer.compute_metrics(_rows(prediction, rows))),
+                parts,
+            )
+            found = both[1]  # beside the values
+            none = isinstance(found, str)
+            halves.update({each: found if none else [half.get(each, math.nan) for half in found] for each in told})
+        return metrics
 
-    def __call__(self) -> Any:
-        """Return the metric's value, or its outcomes', with the halves where there are some."""
-        trainer, found = self.trainer, dict[str, Any]()
-        own = trainer.compute_metrics
-        with _quiet(trainer, None if own is None else self._halved(own, found)):
-            metrics = trainer.evaluate(eval_dataset=self.dataset) or {}
-
-        def value_of(name: str) -> Any:
-            if name == "loss" and PREFIX + "loss" in metrics:
-                return metrics[PREFIX + "loss"]
-            if found.get(name) is None:
-                named = [each.removeprefix(PREFIX) for each in metrics]
-                reported = ", ".join(each for each in named if not each.endswith(SPEEDS))
-                raise ConfigError(f"compute_metrics does not report {name!r}; the evaluation has {reported}")
-            return found[name]
-
-        return self.logged.told(value_of)
-
-    def _halved(self, own: Callable[..., Any], found: dict[str, Any]) -> Callable[..., Any]:
-        """Return the same compute_metrics, which also notes the values and their halves."""
-
-        def compute(prediction: Any, *further: Any, **options: Any) -> Any:
-            metrics = own(prediction, *further, **options)
-            found.clear()
-            values = {name: value for name in self.logged.names if (value := _value(metrics, name)) is not None}
-            if further or options:  # of batches, of which it keeps the state itself
-                found.update({name: (each, "compute_metrics is asked batch by batch") for name, each in values.items()})
-                return metrics
-            on_half: dict[int, Any] = {}  # of each, asked once for all names
-            halves = _halves_of(prediction, self.seed)
-
-            def on(name: str, rows: Tensor | None) -> Any:
-                if rows is None:
-                    return values[name]
-                if id(rows) not in on_half:
-                    on_half[id(rows)] = own(_rows(prediction, rows))
-                return _value(on_half[id(rows)], name)
-
-            for name in values:
-                each = with_halves(partial(on, name), halves)
-                found[name] = each if self.logged.combine is None else (float(each), each.halves)
-            return metrics
-
-        return compute
+    if trainer.compute_metrics is not None:
+        own.compute_metrics = compute
+    values = _by_name(own.evaluate(eval_dataset=dataset))
+    for name in names:
+        if name not in values:
+            reported = ", ".join(each for each in values if not each.endswith(SPEEDS))
+            raise ConfigError(f"the evaluation does not report {name!r}; it has {reported}")
+    return {name: (values[name], halves.get(name)) for name in names}
 
 
-def _value(metrics: Any, name: str) -> Any:
-    return None if metrics is None else metrics.get(name, metrics.get(PREFIX + name))
-
-
-@contextmanager
-def _quiet(trainer: Any, compute_metrics: Any) -> Iterator[None]:
-    """Let a trainer evaluate with another compute_metrics, and without its callbacks and logs."""
-    handler, held = trainer.callback_handler, vars(trainer)
-    callbacks, before = handler.callbacks, {name: held[name] for name in SET_BY_EVALUATE if name in held}
-    try:
-        handler.callbacks, trainer.compute_metrics = [], compute_metrics
-        trainer.log = lambda *arguments, **options: None
-        yield
-    finally:
-        handler.callbacks = callbacks
-        for name in SET_BY_EVALUATE:
-            held.pop(name, None)
-        held.update(before)
-
-
-def _leaves(content: Any) -> list[Any]:
-    return [each for part in content for each in _leaves(part)] if isinstance(content, tuple) else [content]
+def _by_name(metrics: Any) -> dict[str, Any]:
+    return {_bare(name): value for name, value in (metrics or {}).items()}
 
 
 def _halves_of(prediction: Any, seed: int) -> Halves:
     """Return two halves of what was predicted, with the same share of each class where labels are single numbers."""
-    leaves = [each for each in (*_leaves(prediction.predictions), *_leaves(prediction.label_ids)) if each is not None]
+    labels = prediction.label_ids
+    leaves = [each for each in tree_leaves((prediction.predictions, labels)) if each is not None]
     if not all(isinstance(each, np.ndarray) and each.ndim for each in leaves):
         return "predictions and labels are no arrays of one row for each example"
     if len({len(each) for each in leaves}) != 1:
         return "predictions and labels have different numbers of rows"
-    labels = prediction.label_ids
     if isinstance(labels, np.ndarray) and labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer):
         halves = stratified_halves(torch.from_numpy(labels), seed)
         if not isinstance(halves, str):
@@ -284,12 +208,5 @@ def _halves_of(prediction: Any, seed: int) -> Halves:
 
 def _rows(prediction: Any, rows: Tensor) -> EvalPrediction:
     """Return some examples of what was predicted."""
-    index = rows.numpy()
-
-    def taken(content: Any) -> Any:
-        if isinstance(content, tuple):
-            return tuple(map(taken, content))
-        return None if content is None else content[index]
-
     parts = (prediction.predictions, prediction.label_ids, prediction.inputs, prediction.losses)
-    return EvalPrediction(*map(taken, parts))
+    return EvalPrediction(*tree_map(lambda each: None if each is None else each[rows.numpy()], parts))

@@ -1,9 +1,8 @@
 """A search in one line of a script under PyTorch Lightning: a callback at the end of fit."""
 
-import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -13,25 +12,18 @@ import lightning as L
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import FILM
-from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.data.evidence import check_evidence
-from metricopt_ext.errors import AdapterError, ConfigError, DataError
+from metricopt_ext.errors import ConfigError, DataError
 from metricopt_ext.integrations.lightning_steps import best_weights, last_epoch, prepared, training_loss, validated
-from metricopt_ext.methods.folder import RunFolder
-from metricopt_ext.methods.pipeline import check_plan, optimize_metric
+from metricopt_ext.integrations.reported import metric_of, names_of
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.tune import Logged, in_step, judged_together, loader_batches, of_first, several
-from metricopt_ext.tasks.batches import DatasetBatches
+from metricopt_ext.methods.tune import Attach, check_tuning, tune_model
+from metricopt_ext.tasks.batches import DatasetBatches, loader_batches
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import direction
-from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.kept_modules import KeptModules
 
 LOADER = r"/dataloader_idx_([0-9]+)$"  # ends a name that is logged of one of several loaders
-PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
 
 class SearchPhi(L.Callback):
@@ -58,15 +50,15 @@ class SearchPhi(L.Callback):
         bounds: Lowest and highest possible value; None for a metric without known bounds.
         attach: Attaches the adapter to the module; by default FiLM on every normalisation layer, with 32 numbers. It is
             called before training too, for a check, and that adapter is removed.
-        merge: Whether phi is merged. If False, the module keeps its adapter, with the phi that the guard kept.
+        merge: Whether phi is merged. If not, the module keeps its adapter, ``Adapter(module)``, with the phi that the
+            guard kept.
         options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
 
     Attributes:
-        adapter: The module's adapter, after fit; of no use once it is merged.
+        maximize: Whether higher is better.
         run: What the search did, after fit.
 
     Raises:
-        TypeError: An option is none of `optimize_metric`.
         ValueError: ``bounds`` are none, or ``halves`` name one value twice, or ``monitor`` itself.
         ConfigError: Nothing tells whether higher is better.
 
@@ -76,7 +68,6 @@ class SearchPhi(L.Callback):
         >>> print(search.run)  # doctest: +SKIP
     """
 
-    adapter: Adapter
     run: Result
 
     def __init__(
@@ -88,36 +79,32 @@ class SearchPhi(L.Callback):
         halves: tuple[str | Sequence[str], str | Sequence[str]] | None = None,
         maximize: bool | None = None,
         bounds: tuple[float, float] | None = (0.0, 1.0),
-        attach: Callable[[nn.Module], Adapter] = FILM,
+        attach: Attach = FILM,
         merge: bool = True,
         **options: Any,
     ) -> None:
-        logged = Logged.of(monitor, combine)
+        self.names = names_of(monitor, combine)
         parts = [(each,) if isinstance(each, str) else tuple(each) for each in halves or ()]
-        known = {*logged.names, *chain(*parts)}
-        if [*map(len, parts)] not in ([], [len(logged.names)] * 2) or len(known) != (len(parts) + 1) * len(
-            logged.names
-        ):
+        every = [*self.names, *chain(*parts)]
+        if [*map(len, parts)] not in ([], [len(self.names)] * 2) or len({*every}) < len(every):
             raise ValueError(
                 f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
             )
-        self.monitor, self.logged, self.attach, self.merge = str(logged), logged, attach, merge
-        self.halves: dict[str, tuple[str, ...]] = dict(zip(logged.names, zip(*parts, strict=True), strict=False))
-        self.queries, self.bounds, self.options = queries, bounds, options
-        self.maximize: bool = logged.maximize(partial(direction, maximize=maximize))
+        self.halves: dict[str, tuple[str, ...]] = dict(zip(self.names, zip(*parts, strict=True), strict=False))
+        self.queries, self.attach, self.merge, self.options = queries, attach, merge, options
+        higher = partial(direction, maximize=maximize)
+        self._metric = partial(metric_of, names=self.names, higher=higher, bounds=bounds, combine=combine)
+        self.maximize: bool = self._metric(dict).maximize
         self._named = maximize is None  # so that the name alone says which way is better
-        inspect.signature(optimize_metric).bind(None, queries=queries, **options)
-        self._metric(lambda: None)
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check the settings, the folder, and on the module that it can be adapted.
 
         Raises:
-            AdapterError, ValueError, BudgetError: As from ``attach`` and `optimize_metric`.
-            FileFormatError, OSError: ``output_dir`` holds another run, or can't be written to.
             ConfigError: The module optimizes by itself, so its training step returns no loss to follow; or another
                 callback has the other mode of what is tuned; or there are several processes and an ``output_dir``,
                 which they can't share.
+            Others: As from `check_tuning`.
         """
         if not module.automatic_optimization:
             raise ConfigError(
@@ -127,26 +114,12 @@ class SearchPhi(L.Callback):
         opposite = "min" if self.maximize else "max"
         for each in trainer.callbacks if self._named else []:  # type: ignore[attr-defined]
             watched = getattr(each, "monitor", None)
-            if watched in self.logged.names and getattr(each, "mode", None) == opposite:
+            if watched in self.names and getattr(each, "mode", None) == opposite:
                 raise ConfigError(
                     f"{type(each).__name__} has mode={opposite!r} of {watched!r}, which by its name means the"
                     " opposite; give it the other mode, or SearchPhi maximize=True or maximize=False"
                 )
-        if several():
-            in_step(self.options)
-        adapter = self.attach(module)
-        try:
-            given = {name: self.options[name] for name in PLANNED if name in self.options}
-            check_plan(adapter, self._metric(lambda: None), queries=self.queries, **given)
-            for name, start in (given.get("starts") or {}).items():
-                if start is None:
-                    raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
-                for each in start.ends if isinstance(start, StartLine) else [start]:
-                    adapter.check(each)
-        finally:
-            adapter.remove()
-        if trainer.is_global_zero:
-            RunFolder(self.options.get("output_dir"), {}).check(self.options.get("resume", False))
+        check_tuning(module, metric=self._metric(dict), queries=self.queries, attach=self.attach, **self.options)
 
     def on_sanity_check_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that the validation logs what is asked for, unless it logs nothing yet."""
@@ -162,10 +135,9 @@ class SearchPhi(L.Callback):
         """
         if not trainer.sanity_checking:
             self._check_logged(trainer.logged_metrics)
-            values = [float(trainer.logged_metrics[name]) for name in self.logged.names]
-            if all(map(math.isfinite, values)):  # or undefined so early in the training
-                told = self.logged.told(trainer.logged_metrics.__getitem__)
-                self._metric(lambda: told).judge(nn.Module())
+            values = {name: float(trainer.logged_metrics[name]) for name in self.names}
+            if all(map(math.isfinite, values.values())):  # or undefined so early in the training
+                self._metric(lambda: values).judge(nn.Module())
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Check that there are batches to draw, and validation data, the one loader or that of ``monitor``, of others.
@@ -174,53 +146,40 @@ class SearchPhi(L.Callback):
             DataError: There are none.
         """
         self._batches(trainer)
-        judged, place = tree_leaves(trainer.val_dataloaders), re.search(LOADER, self.logged.names[0])
+        judged, place = tree_leaves(trainer.val_dataloaders), re.search(LOADER, self.names[0])
         for each in judged[int(place[1]) :][:1] if place else judged[: len(judged) == 1]:
             train, own = getattr(trainer.train_dataloader, "dataset", None), getattr(each, "dataset", each)
             check_evidence(train, own, "the validation data", getattr(each, "collate_fn", itemgetter(0)))
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Attach the adapter, search, and merge phi; after an error the module is as it was.
+        """Load the best checkpoint, and tune the module; after an error it is as it was.
 
         Raises:
             MetricError: The validation does not log ``monitor`` or one of the halves.
             DataError: The training data can't be drawn in batches, or there is no validation data.
-            Others: As from `optimize_metric`.
+            Others: As from `tune_model`.
         """
-        drawn, options = self._batches(trainer), in_step(self.options) if several() else self.options
+        drawn = self._batches(trainer)
 
-        def validate() -> Any:
+        def validate() -> dict[str, Any]:
             scores = validated(trainer)
             self._check_logged(scores)
-            return self._told(scores)
+            halves = {name: [scores[each] for each in of] for name, of in self.halves.items()}
+            return {name: (scores[name], halves.get(name)) for name in self.names}
 
-        before = KeptModules(module)
         with best_weights(trainer), last_epoch(trainer):
-            try:
-                self.adapter = adapter = self.attach(module)
-                task = FinetuneTask(
-                    adapter,
-                    loss=partial(training_loss, trainer),
-                    batches=lambda *place: prepared(trainer, drawn(*place), *place),
-                    metric=self._metric(judged_together(adapter, validate)),
-                    population=1,  # a training step can be any code
-                )
-                self.run = optimize_metric(task, queries=self.queries, **options)
-                adapter.set_phi(of_first(adapter.phi.detach()))
-                if self.merge:
-                    adapter.merge()
-            except BaseException:
-                before.put_back()  # without an adapter
-                raise
-
-    def _metric(self, function: Callable[..., Any]) -> Metric:
-        combine = self.logged.combine
-        return Metric(function, maximize=self.maximize, bounds=self.bounds, name=self.monitor, combine=combine)
-
-    def _told(self, scores: Any) -> Any:
-        """Return what was logged of the metric, or of each of its outcomes, with its halves if they are named."""
-        halves = {name: [scores[each] for each in of] for name, of in self.halves.items()}
-        return self.logged.told(lambda name: (scores[name], halves.get(name)))
+            self.run = tune_model(
+                module,
+                loss=partial(training_loss, trainer),
+                batches=lambda *place: prepared(trainer, drawn(*place), *place),
+                metric=self._metric(validate),
+                queries=self.queries,
+                attach=self.attach,
+                merge=self.merge,
+                training=None,
+                population=1,  # a training step can be any code
+                **self.options,
+            )
 
     def _check_logged(self, scores: Iterable[str], remedy: str = "") -> None:
         """Refuse names that the validation does not log.
@@ -228,7 +187,7 @@ class SearchPhi(L.Callback):
         Raises:
             ConfigError: It does not log one.
         """
-        for name in (*self.logged.names, *chain(*self.halves.values())):
+        for name in (*self.names, *chain(*self.halves.values())):
             if name not in scores:
                 logged = ", ".join(scores) or "nothing"
                 raise ConfigError(f"validation_step does not log {name!r}; it logs {logged}{remedy}")
@@ -241,6 +200,6 @@ class SearchPhi(L.Callback):
         """
         if not trainer.val_dataloaders:
             raise DataError(
-                f"there is no validation data, on which to ask for {self.monitor!r}; give fit a loader of it"
+                f"there is no validation data, on which to ask for {self.names[0]!r}; give fit a loader of it"
             )
         return loader_batches(trainer.train_dataloader)

@@ -45,7 +45,7 @@ def last_epoch(trainer: L.Trainer) -> Iterator[None]:
     counted = epoch.processed, epoch.completed  # one more than during the validation
     metrics = [(each, dict(each)) for each in (host.callback_metrics, host.logged_metrics, host.progress_bar_metrics)]
     try:
-        host.callbacks, host.loggers = [], [SilentLogger(each) for each in before[1]]
+        host.callbacks, host.loggers = [], [silent(each) for each in before[1]]
         epoch.processed, epoch.completed = (max(0, each - 1) for each in counted)
         module.to(host.strategy.root_device)
         yield
@@ -59,36 +59,11 @@ def last_epoch(trainer: L.Trainer) -> Iterator[None]:
             held.update(content)
 
 
-class SilentLogger(DummyLogger):
-    """Drops what is logged; its names and folders are another logger's, as a step may ask for them.
-
-    Args:
-        own: The other logger.
-    """
-
-    def __init__(self, own: Logger) -> None:
-        super().__init__()
-        self.own = own
-
-    @property
-    def name(self) -> Any:
-        """The other logger's name."""
-        return self.own.name
-
-    @property
-    def version(self) -> Any:
-        """The other logger's version."""
-        return self.own.version
-
-    @property
-    def save_dir(self) -> Any:
-        """The other logger's folder of all its runs; None if it has none."""
-        return self.own.save_dir
-
-    @property
-    def log_dir(self) -> Any:
-        """The other logger's folder of this run; None if it has none."""
-        return getattr(self.own, "log_dir", None)
+def silent(logger: Logger) -> Logger:
+    """Return a logger that drops what is logged; names and folders are another's, as a step may ask for them."""
+    own = {name: getattr(logger, name, None) for name in ("name", "version", "save_dir", "log_dir")}
+    made: Logger = type("SilentLogger", (DummyLogger,), own)()
+    return made
 
 
 def validated(trainer: L.Trainer) -> dict[str, Any]:
@@ -137,12 +112,12 @@ def training_loss(trainer: L.Trainer, module: Any, batch: Any) -> Tensor:
 
 @contextmanager
 def muted(module: Any) -> Iterator[None]:
-    """Have a module's ``log`` and ``log_dict`` do nothing."""
-    silent, before = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None), dict(vars(module))
+    """Have a module's ``log``, by which ``log_dict`` logs too, do nothing."""
+    held, before = vars(module), vars(module).get("log")
+    held["log"] = lambda *arguments, **options: None
     try:
-        vars(module).update(silent)
         yield
     finally:
-        for name in silent.keys() - before.keys():
-            vars(module).pop(name, None)
-        vars(module).update({name: before[name] for name in silent.keys() & before.keys()})
+        del held["log"]
+        if before is not None:
+            held["log"] = before

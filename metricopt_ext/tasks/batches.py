@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from metricopt_ext.errors import DataError
 from metricopt_ext.utils.checks import MOST_BATCH, check_integer
@@ -169,3 +170,23 @@ class DatasetBatches:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(generator(seed, "augmentation", task, step).initial_seed())
             return self._collate([self._dataset[index] for index in indices])
+
+
+def loader_batches(loader: Any) -> DatasetBatches:
+    """Return a DataLoader's data as batches that can be drawn again.
+
+    Raises:
+        DataError: They can't: there is no index, or no batch size.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"the training data is a {type(loader).__name__} without an index, so its batches can't be drawn again;"
+            " give a DataLoader of a dataset with __len__ and __getitem__"
+        )
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        raise DataError(
+            "the training data's DataLoader has no batch_size, nor its batch_sampler; give one of them a batch_size"
+        )
+    return DatasetBatches(dataset, size, collate=loader.collate_fn)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import metricopt_ext as mo
 from metricopt_ext.classification.estimator import MetricClassifier
-from metricopt_ext.methods.tune import tune_model
 from testers.host import Host, HostTester, Judge
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -55,8 +54,8 @@ class TestLoop(HostTester):
             return [other]
 
         loader = DataLoader(TRAINED_ON, batch_size=16, shuffle=True)
-        tune = partial(tune_model, model, loader, nn.CrossEntropyLoss(), metric, queries=self.queries, **QUIET)
-        tune = partial(tune, maximize=True)
+        given = {"loss": nn.CrossEntropyLoss(), "batches": loader, "metric": mo.Metric(metric, maximize=True)}
+        tune = partial(mo.tune_model, model, queries=self.queries, **given, **QUIET)
         return Host(tune, lambda: model, lambda: score(X, Y), loaded, lambda each: each(X).detach())
 
 

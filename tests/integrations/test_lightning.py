@@ -173,6 +173,7 @@ def test_what_phi_can_not_move_is_said_before_training() -> None:
     [
         ({"monitor": "f1"}, BATCHES, ConfigError, ("'f1'",)),
         ({"queries": 3}, BATCHES, BudgetError, ("3", "queries")),
+        ({"querys": 30}, BATCHES, TypeError, ("querys",)),
         ({"seed": 0.5}, BATCHES, ValueError, ("seed", "0.5")),
         ({"starts": {"line": TOO_LONG}}, BATCHES, AdapterError, ("phi", "(5,)")),
         ({"output_dir": Path(__file__) / "below"}, BATCHES, OSError, ("below",)),
@@ -191,7 +192,6 @@ def test_what_it_can_not_search_is_said_before_training(
 
 
 def test_what_a_script_can_not_mean_is_refused_at_once() -> None:
-    assert_refused(lambda: search(querys=30), TypeError)
     assert_refused(lambda: search(bounds=(1.0, 0.0)), ValueError, "bounds")
     assert_refused(lambda: search(halves=("score", "odd")), ValueError, "halves", "score")
     assert_refused(lambda: trainer(callbacks=[search()]).fit(Module(), BATCHES), DataError)
@@ -329,10 +329,10 @@ class Saved(Module):
         self.log("early", -float(self.current_epoch))
 
 
-def fitted(callback: SearchPhi | None, folder: Path, module: Saved, **options: Any) -> dict[str, Tensor]:
-    kept = {"monitor": "early", "mode": "max", "filename": "best"}
-    callbacks = [ModelCheckpoint(folder, **kept), *([] if callback is None else [callback])]
-    trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options).fit(module, BATCHES, JUDGED)
+def fitted(callback: SearchPhi | None, folder: Path, module: Saved) -> dict[str, Tensor]:
+    best = ModelCheckpoint(folder, monitor="early", mode="max", filename="best")
+    callbacks = [best] if callback is None else [best, callback]
+    trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True).fit(module, BATCHES, JUDGED)
     return module.state_dict()
 
 

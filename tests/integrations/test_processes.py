@@ -25,7 +25,6 @@ def network():
 """
 
 LOOP = """
-from metricopt_ext.methods.tune import tune_model
 from metricopt_ext.tasks.halved import with_halves
 
 distributed.init_process_group("gloo")
@@ -47,7 +46,8 @@ def fails():
 loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 def tune(metric=metric, **options):
-    return tune_model(wrapped, DataLoader(data, 20), loss, metric, maximize=True, **told, **options), model, rank
+    given = {"loss": loss, "batches": DataLoader(data, 20), "metric": mo.Metric(metric, maximize=True)}
+    return mo.tune_model(wrapped, **given, **told, **options), model, rank
 
 try:
     tune(fails)

@@ -1,8 +1,6 @@
-"""One call of a training script that tunes its model: what it leaves, what it refuses, several processes."""
+"""One call of a training script that tunes its model: what it leaves, and what it refuses."""
 
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import metricopt_ext as mo
-from helpers.refusals import assert_named, assert_refused, assert_warned
-from metricopt_ext.errors import ConfigError, DataError
-from metricopt_ext.methods.tune import tune_model
+from helpers.refusals import assert_named, assert_refused
+from metricopt_ext.errors import AdapterError, BudgetError, DataError
 from metricopt_ext.runtime.progress import Callback
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0.5).long()
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=20, shuffle=True)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def network() -> nn.Sequential:
@@ -38,14 +34,23 @@ def likelihood(model: nn.Module) -> tuple[float, list[float]]:
     return float(right.mean()), [float(right[::2].mean()), float(right[1::2].mean())]
 
 
-def tuned(model: nn.Module, metric: Any, **options: Any) -> Any:
-    options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4), **options}
-    return tune_model(model, LOADER, loss, metric, **options)
+def tuned(model: nn.Module, metric: Any = likelihood, **options: Any) -> Any:
+    attach = partial(mo.attach_film, dim=4)
+    given = {"loss": loss, "batches": LOADER, "queries": 20, "callback": Callback(), "attach": attach, **options}
+    return mo.tune_model(model, metric=mo.Metric(metric, maximize=True) if callable(metric) else metric, **given)
 
 
-def test_the_search_is_the_one_of_the_parts() -> None:
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    """Check each bit of two models' weights."""
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("drawn", [LOADER, mo.DatasetBatches(LOADER.dataset, 20)], ids=["loader", "function"])
+@pytest.mark.parametrize("criterion", [loss, nn.CrossEntropyLoss()], ids=["loss", "criterion"])
+def test_the_search_is_the_one_of_the_parts(criterion: Any, drawn: Any) -> None:
     ours, other = network(), network()
-    run = tuned(ours, likelihood)
+    run = tuned(ours, loss=criterion, batches=drawn)
     task = mo.FinetuneTask(
         adapter := mo.attach_film(other, dim=4),
         loss=loss,
@@ -54,21 +59,24 @@ def test_the_search_is_the_one_of_the_parts() -> None:
     )
     assert mo.optimize_metric(task, queries=20, callback=Callback()).after == run.after
     adapter.merge()
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
+    assert_same(ours, other)
 
 
-def test_several_values_by_name_make_the_metric() -> None:
-    def by_class(model: nn.Module) -> dict[str, float]:
-        right = model(X).detach().softmax(1).gather(1, Y[:, None])[:, 0]
-        return {name: float(right[c == Y].mean()) for c, name in enumerate(("no", "yes"))}
-
+def test_starts_are_made_of_the_task_and_the_adapter_may_stay() -> None:
     model = network()
-    before = by_class(model.eval())
-    run = tuned(model, by_class, combine="worst", maximize=True, name="worst")
-    assert run.outcomes is not None
-    assert run.outcomes.values["start"] == before
-    assert run.before == min(before.values())
-    assert run.after == pytest.approx(min(by_class(model.eval()).values()))
+    asked: list[mo.FinetuneTask] = []
+
+    def starts(task: mo.FinetuneTask) -> dict[str, mo.Start]:
+        asked.append(task)
+        return {"mine": mo.Start(torch.full_like(task.origin(), 0.5))}
+
+    run = tuned(model, starts=starts, merge=False)
+    assert "mine" in run.values
+    adapter = mo.Adapter(model)
+    assert asked[0].adapter.model is model
+    assert torch.equal(adapter.phi, run.start_of(run.chosen).phi)
+    adapter.remove()
+    assert_same(model, network())
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["DataParallel", "compile"])
@@ -76,127 +84,57 @@ def test_a_wrapped_model_is_tuned_as_the_model_in_it(wrap: Any) -> None:
     if wrap is nn.DataParallel and torch.cuda.is_available():
         pytest.skip("there it wants the model on a GPU")
     inner, other = network(), network()
-    assert tuned(wrap(inner), likelihood).after == tuned(other, likelihood).after
-    assert all(torch.equal(a, b) for a, b in zip(inner.state_dict().values(), other.state_dict().values(), strict=True))
+    assert tuned(wrap(inner)).after == tuned(other).after
+    assert_same(inner, other)
 
 
-def test_a_loss_that_is_there_in_training_mode_alone() -> None:
-    """As that of torchvision's detectors; dropout still computes as in evaluation, and what is drawn is replayed."""
-    modes, drawn = set(), []
+@pytest.mark.parametrize(("training", "seen"), [(True, {True}), (False, {False}), (None, {True, False})])
+def test_the_mode_of_the_loss_and_what_it_draws(training: bool | None, seen: set[bool]) -> None:
+    """In training mode as that of torchvision's detectors; dropout still computes as in evaluation."""
+    modes, drawn, model = set(), [], network()
+    model[0].eval()
 
     def noisy(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        modes.add(model.training)
+        modes.update((model.training, model[0].training))  # type: ignore[index,union-attr]
         drawn.append(float(torch.rand(())))
         return loss(model, batch)
 
     before = torch.get_rng_state()
-    tune_model(network(), LOADER, noisy, likelihood, queries=20, training=True, callback=Callback())
-    assert modes == {True}
+    tuned(model, loss=noisy, training=training)
+    assert modes == seen
+    assert (model.training, model[0].training) == (True, False)
     assert len(set(drawn)) == 1
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_criterion_of_outputs_and_targets() -> None:
-    ours, other = network(), network()
-    tuned(ours, likelihood)
-    options = {"queries": 20, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=4)}
-    tune_model(other, LOADER, nn.CrossEntropyLoss(), likelihood, **options)
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), other.state_dict().values(), strict=True))
-
-
-@pytest.mark.parametrize(("last", "told"), [(nn.Softmax(1), True), (nn.Sigmoid(), True), (nn.LogSoftmax(1), False)])
-def test_a_criterion_of_logits_that_gets_probabilities_is_warned_of(last: nn.Module, told: bool) -> None:
-    model = nn.Sequential(*network(), last)
-    options = {"queries": 8, "callback": Callback(), "attach": lambda inner: mo.attach_film(inner, dim=2)}
-    call = lambda: tune_model(model, LOADER, nn.CrossEntropyLoss(), likelihood, **options)  # noqa: E731
-    if told:
-        assert_warned(call, "CrossEntropyLoss", "probabilities")
-    else:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*probabilities")
-            call()
-
-
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.softmax(1)[:, 1] - targets).square().mean()
 
 
 PAIRS = DataLoader([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)], batch_size=20)  # type: ignore[arg-type]
 
 
+def fails(model: nn.Module, batch: Any) -> Tensor:
+    raise KeyError("no such label")
+
+
 @pytest.mark.parametrize(
-    ("criterion", "loader", "names"),
+    ("options", "error", "names"),
     [
-        (F.cross_entropy, LOADER, ("loss", "cross_entropy", "batch")),
-        (squares, LOADER, ("Sequential", "outputs")),
-        (nn.CrossEntropyLoss, LOADER, ("loss=CrossEntropyLoss()",)),
-        (nn.CrossEntropyLoss(), PAIRS, ("batch['x']", "batch['y']")),
+        ({"loss": F.cross_entropy}, TypeError, ("Tensor", "Sequential")),
+        ({"loss": nn.MSELoss}, AdapterError, ("MSELoss", "scalar")),
+        ({"loss": nn.CrossEntropyLoss(), "batches": PAIRS}, TypeError, ("CrossEntropyLoss", "dict", "loss=lambda")),
+        ({"loss": nn.MSELoss(), "batches": lambda *place: X[:20]}, TypeError, ("MSELoss", "Tensor", "loss=lambda")),
+        ({"loss": fails}, KeyError, ("no such label",)),
+        ({"metric": None}, TypeError, ("metric", "Metric(function, maximize=True)")),
+        ({"queries": 3}, BudgetError, ("3", "queries")),
+        ({"starts": lambda task: {"mine": mo.Start(torch.zeros(9))}}, AdapterError, ("mine", "(9,)")),
     ],
 )
-def test_a_loss_of_other_things_is_refused_before_the_first_query(
-    criterion: Any, loader: Any, names: tuple[str, ...]
+def test_what_can_not_be_meant_is_refused_before_the_first_query(
+    options: dict[str, Any], error: type[Exception], names: tuple[str, ...]
 ) -> None:
     asked: list[int] = []
-    model = network()
-    assert_refused(
-        lambda: tune_model(model, loader, criterion, lambda: asked.append(1), queries=20, maximize=True),
-        TypeError,
-        *names,
-    )
+    model, metric = network(), mo.Metric(lambda: asked.append(1), maximize=True)
+    assert_refused(lambda: tuned(model, **{"metric": metric, **options}), error, *names)
     assert not asked
     assert set(model.state_dict()) == set(network().state_dict())
-
-
-def test_an_error_within_a_loss_stays_as_it_is() -> None:
-    def fails(model: nn.Module, batch: Any) -> Tensor:
-        raise TypeError("no such label")
-
-    assert_refused(
-        lambda: tune_model(network(), LOADER, fails, likelihood, queries=20, callback=Callback()),
-        TypeError,
-        "no such label",
-    )
-
-
-def val_loss(model: nn.Module) -> float:
-    return 1 - likelihood(model)[0]
-
-
-class ErrorRate:
-    def __call__(self, model: nn.Module) -> float:
-        return val_loss(model)
-
-
-def judged_so(model: nn.Module, scale: float = 1.0) -> float:
-    return scale * val_loss(model)
-
-
-@pytest.mark.parametrize(
-    ("metric", "told"),
-    [
-        (val_loss, {}),
-        (partial(val_loss), {}),
-        (ErrorRate(), {}),
-        (lambda model: val_loss(model), {"name": "CER"}),
-        (judged_so, {"maximize": False}),
-    ],
-    ids=["function", "partial", "object", "name", "told"],
-)
-def test_what_is_better_if_lower_is_minimised(metric: Any, told: dict[str, Any]) -> None:
-    model = network()
-    run = tuned(model, metric, **told)
-    assert run.after < run.before
-    assert run.after == pytest.approx(val_loss(model.eval()))
-
-
-@pytest.mark.parametrize(
-    "metric",
-    [judged_so, partial(judged_so, scale=0.5), lambda model: val_loss(model)],
-    ids=["function", "partial", "lambda"],
-)
-def test_which_way_is_better_is_asked_for_where_nothing_tells(metric: Any) -> None:
-    model = network()
-    assert_refused(lambda: tuned(model, metric), ConfigError, "maximize=True", "maximize=False")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -219,16 +157,15 @@ AGAIN = DataLoader(TensorDataset(X.clone(), Y), batch_size=30)
 )
 def test_a_metric_of_the_training_data_is_refused(metric: Any) -> None:
     model = network()
-    assert_refused(lambda: tuned(model, metric, maximize=True), DataError, "DataLoader")
+    assert_refused(lambda: tuned(model, metric), DataError, "DataLoader")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_metric_of_other_data_is_asked() -> None:
     train, judged = (DataLoader(part, batch_size=20) for part in PARTS)
     model = network()
-    own = {"queries": 20, "callback": Callback(), "attach": partial(mo.attach_film, dim=4), "maximize": True}
     for metric in (lambda: judged_on(judged, model), lambda: judged_on(judged if len(train) else train, model)):
-        assert sum(tune_model(model, train, loss, metric, **own).queries.values()) == 20
+        assert sum(tuned(model, metric, batches=train).queries.values()) == 20
 
 
 class Stream(IterableDataset[Any]):
@@ -244,6 +181,6 @@ def test_data_without_batches_to_draw_again() -> None:
         (DataLoader(TensorDataset(X, Y), batch_size=None), ("batch_size",)),
     ):
         with pytest.raises(DataError) as caught:
-            tune_model(model, loader, loss, likelihood, queries=20)
+            tuned(model, batches=loader)
         assert_named(caught, *names)
     assert not [name for name in model.state_dict() if "metricopt" in name]
