@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import metricopt_ext as mo  # +
-from metricopt_ext.retrieval.search import search_with_trainer  # +
+from metricopt_ext.retrieval.search import tune_with_trainer  # +
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
@@ -45,8 +45,8 @@ trainer = trainers.MetricLossOnly(
 trainer.train(num_epochs=args.epochs)
 on_test = partial(tester.test, datasets, 0, trunk, embedder, [("test", ["test"])])
 print("test, before:", on_test()["test"])
-adapter = mo.attach_film(trunk, dim=32)  # +
-run = search_with_trainer(trainer, tester, adapter, datasets, queries=args.queries, metric=score)  # +
+run = tune_with_trainer(trainer, tester, datasets, queries=args.queries, metric=score, merge=False)  # +
+adapter = mo.Adapter(trunk)  # +
 print(run, f"test, after: {on_test()['test']}", sep="\n")
 run.fit.f.save("f.safetensors")  # ++
 adapter.set_phi(torch.zeros(32))  # ++

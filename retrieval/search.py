@@ -2,25 +2,24 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.attach import FILM
 from metricopt_ext.data.evidence import LOOKED_AT, check_evidence, leaves, spaced
 from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, ConfigError, DataError
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.tune import tune_model
 from metricopt_ext.retrieval.few_classes import FewClasses
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptPasses
 from metricopt_ext.retrieval.task import memories
-from metricopt_ext.runtime.progress import progress_of
+from metricopt_ext.runtime.progress import Callback, progress_of
 from metricopt_ext.tasks.direction import direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
@@ -39,13 +38,13 @@ Embedded = dict[str, tuple[Tensor, Tensor]]
 Evaluated = Sequence[tuple[str, Sequence[str]]]
 
 
-def search_with_trainer(
+def tune_with_trainer(
     trainer: Any,
     tester: Any,
-    adapter: Adapter,
     dataset_dict: Mapping[str, Any],
     *,
     queries: int,
+    part: str = "trunk",
     split: str = "val",
     metric: str = "precision_at_1",
     maximize: bool | None = None,
@@ -54,19 +53,21 @@ def search_with_trainer(
     test_collate_fn: Any = None,
     keep_gib: float = 4.0,
     seed: int = 0,
+    callback: Callback | None = None,
     **options: Any,
 ) -> Result:
-    """Find a better phi by a guided search, from a trainer and a tester as they are (see `optimize_metric`).
+    """Tune one of a trainer's models in one call, and merge phi into its weights (see `tune_model`).
 
-    The loss's gradients come from the trainer's own loss, miners and batches, the metric from the tester. The model
-    that holds the adapter ends at what the guard kept; nothing else of trainer or tester is changed.
+    The loss's gradients come from the trainer's own loss, miners and batches, the metric from the tester; it reports
+    halves, of the classes, if there are enough of them at each label level. The model ends at what the guard kept, so
+    what the script tests or saves next is the tuned one; nothing else of trainer or tester is changed.
 
     Args:
         trainer: One of pytorch-metric-learning's, or a subclass. Its models compute as in evaluation throughout.
         tester: One of its testers. Its hook at the end of testing and its visualizer are not called.
-        adapter: Of one of the trainer's models, e.g. the trunk.
         dataset_dict: Datasets by split, as for ``tester.test``.
         queries: Evaluations of ``split`` that may be spent.
+        part: Which of the trainer's models is tuned, as ``"trunk"`` or ``"embedder"``.
         split: The split that phi is tuned for; hold its classes out of training and test.
         metric: What to tune, one of those that the tester's ``AccuracyCalculator`` calculates. Of several label levels
             the mean counts.
@@ -78,23 +79,26 @@ def search_with_trainer(
         keep_gib: Memory for what the models compute of the test data before phi, in GiB, on their device; of the same
             batches it is computed once, to the same embeddings. 0 keeps nothing.
         seed: Seed of all draws.
-        options: Further arguments of `optimize_metric`, e.g. ``starts``, ``output_dir`` and ``resume``.
+        callback: Notified of progress; by default a bar on the terminal, or plain lines where there is none.
+        options: Further arguments of `tune_model` or `optimize_metric`, e.g. ``attach``, ``merge=False`` to keep the
+            adapter, ``starts`` and ``output_dir``.
 
     Raises:
-        AdapterError: The adapter is on none of the trainer's models.
-        ConfigError: The tester does not calculate the metric, or one for each class, or nothing tells whether higher is
-            better; or there is no such split.
+        ConfigError: The trainer has no such model, or the tester does not calculate the metric, or one for each class,
+            or nothing tells whether higher is better; or there is no such split.
         DataError: The trainer's data can't be drawn in batches.
-        Others: As from `optimize_metric`.
+        Others: As from `tune_model`; the models have no adapter then.
 
     Examples:
-        >>> run = search_with_trainer(trainer, tester, adapter, {"val": val_dataset}, queries=150)  # doctest: +SKIP
+        >>> run = tune_with_trainer(trainer, tester, {"val": val_dataset}, queries=150)  # doctest: +SKIP
         >>> print(run)  # doctest: +SKIP
     """
-    task, classes = _task_and_classes(
+    if part not in trainer.models:
+        raise ConfigError(f"part={part!r} is none of the trainer's models: {', '.join(trainer.models)}")
+    found = _parts(
         trainer,
         tester,
-        adapter,
+        part,
         dataset_dict,
         split=split,
         metric=metric,
@@ -108,64 +112,63 @@ def search_with_trainer(
     models = KeptModules(*trainer.models.values())  # the loss and the metric are of all of them
     confidence = options.get("guard_confidence", CONFIDENCE)
     try:
-        with progress_of(options.pop("callback", None), task.metric.name, queries) as shown:
-            told = FewClasses(task.metric, lambda: len(classes), shown.say, confidence)
-            task.metric.callbacks.append(told)
-            run: Result = optimize_metric(task, queries=queries, seed=seed, callback=shown, **options)
-        return run
+        with progress_of(callback, found.metric.name, queries) as shown:
+            told = FewClasses(found.metric, lambda: len(found.classes), shown.say, confidence)
+            found.metric.callbacks.append(told)
+            return tune_model(
+                trainer.models[part],
+                loss=found.loss,
+                batches=found.batches,
+                metric=found.metric,
+                queries=queries,
+                population=1,  # a trainer's loss can be any code
+                together=False,
+                seed=seed,
+                callback=shown,
+                **options,
+            )
     except BaseException:
         models.put_back()
         raise
 
 
-def tune_with_trainer(
-    trainer: Any,
-    tester: Any,
-    dataset_dict: Mapping[str, Any],
-    *,
-    queries: int,
-    part: str = "trunk",
-    attach: Callable[[nn.Module], Adapter] = FILM,
-    **options: Any,
-) -> Result:
-    """Tune one of a trainer's models in one call, and merge phi into its weights; see `search_with_trainer`.
-
-    What the script tests or saves next is the tuned model.
+def trainer_task(
+    trainer: Any, tester: Any, adapter: Adapter, dataset_dict: Mapping[str, Any], **options: Any
+) -> FinetuneTask:
+    """Return the task that `tune_with_trainer` tunes on, for `optimize_metric` and `tune_start`.
 
     Args:
-        trainer: The trainer.
-        tester: The tester.
-        dataset_dict: Datasets by split, as for ``tester.test``.
-        queries: Evaluations of the split that may be spent.
-        part: Which of the trainer's models is tuned, as ``"trunk"`` or ``"embedder"``. A DataParallel or DDP wrapper of
-            it is refused.
-        attach: Attaches the adapter to it; by default FiLM on every normalisation layer, with 32 numbers.
-        options: Further arguments of `search_with_trainer`, e.g. ``metric`` and ``split``.
+        trainer: As of `tune_with_trainer`.
+        tester: As there.
+        adapter: Of one of the trainer's models, e.g. the trunk.
+        dataset_dict: As there.
+        options: Its arguments from ``split`` to ``seed``.
 
     Raises:
-        ConfigError: The trainer has no such model.
-        Others: As from ``attach`` and `search_with_trainer`; the models have no adapter then.
-
-    Examples:
-        >>> run = tune_with_trainer(trainer, tester, {"val": val_dataset}, queries=150)  # doctest: +SKIP
+        AdapterError: The adapter is on none of the trainer's models.
+        Others: As from `tune_with_trainer`.
     """
-    if part not in trainer.models:
-        raise ConfigError(f"part={part!r} is none of the trainer's models: {', '.join(trainer.models)}")
-    before = KeptModules(trainer.models[part])
-    try:
-        adapter = attach(trainer.models[part])
-        run = search_with_trainer(trainer, tester, adapter, dataset_dict, queries=queries, **options)
-        adapter.merge()
-    except BaseException:
-        before.put_back()  # without an adapter
-        raise
-    return run
+    part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
+    if part is None:
+        raise AdapterError(
+            f"the adapter is on none of the trainer's models ({', '.join(trainer.models)}); attach it to one of them,"
+            " not to a copy or to a part"
+        )
+    found = _parts(trainer, tester, part, dataset_dict, **options)
+    return FinetuneTask(adapter, loss=found.loss, batches=found.batches, metric=found.metric, population=1)
 
 
-def trainer_task(
+class _Parts(NamedTuple):
+    loss: "TrainerLoss"
+    batches: "TrainerBatches"
+    metric: Metric
+    classes: set[int]  # of the first label level, which are known once the metric was asked
+
+
+def _parts(
     trainer: Any,
     tester: Any,
-    adapter: Adapter,
+    part: str,
     dataset_dict: Mapping[str, Any],
     *,
     split: str = "val",
@@ -176,51 +179,9 @@ def trainer_task(
     test_collate_fn: Any = None,
     keep_gib: float = 4.0,
     seed: int = 0,
-) -> FinetuneTask:
-    """Return the task that `search_with_trainer` searches on, for `optimize_metric` and `tune_start`.
-
-    Args and errors are those of `search_with_trainer`; the metric reports halves, of the classes, if there are enough
-    of them at each label level.
-    """
-    return _task_and_classes(
-        trainer,
-        tester,
-        adapter,
-        dataset_dict,
-        split=split,
-        metric=metric,
-        maximize=maximize,
-        bounds=bounds,
-        splits_to_eval=splits_to_eval,
-        test_collate_fn=test_collate_fn,
-        keep_gib=keep_gib,
-        seed=seed,
-    )[0]
-
-
-def _task_and_classes(
-    trainer: Any,
-    tester: Any,
-    adapter: Adapter,
-    dataset_dict: Mapping[str, Any],
-    *,
-    split: str,
-    metric: str,
-    maximize: bool | None,
-    bounds: tuple[float, float] | None,
-    splits_to_eval: Evaluated | None,
-    test_collate_fn: Any,
-    keep_gib: float,
-    seed: int,
-) -> tuple[FinetuneTask, set[int]]:
-    """Return the task, and the classes of the first label level, which are known once the metric was asked."""
+) -> _Parts:
+    """Return what a task is made of but the adapter; see `tune_with_trainer`."""
     classes = set[int]()
-    part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
-    if part is None:
-        raise AdapterError(
-            f"the adapter is on none of the trainer's models ({', '.join(trainer.models)}); attach it to one of them,"
-            " not to a copy or to a part"
-        )
     evaluated = splits_to_eval or [(split, [split])]
     asked = {name for query, references in evaluated for name in (query, *references)}
     if split not in dict(evaluated) or not asked <= dataset_dict.keys():
@@ -272,7 +233,7 @@ def _task_and_classes(
 
     def judge(found: Embedded, processing: Processing) -> Any:
         verdict: list[Any] = []
-        own, models, splits = tested_by(adapter.model)
+        own, models, splits = tested_by(trainer.models[part])
         own.get_all_embeddings_for_all_splits = lambda *_: {
             name: (processing.of(embeddings), labels) for name, (embeddings, labels) in found.items()
         }
@@ -298,15 +259,9 @@ def _task_and_classes(
         whole_inputs=True,
     )
     loss, batches = TrainerLoss(trainer, part), TrainerBatches(trainer)
-    loss.fill_memories(adapter.model, (batches(seed, 0, step) for step in range(batches.length)))
-    task = FinetuneTask(
-        adapter,
-        loss=loss,
-        batches=batches,
-        metric=Metric(judged, maximize=higher, bounds=bounds, name=f"{split}/{metric}", new_classes=True),
-        population=1,  # a trainer's loss can be any code
-    )
-    return task, classes
+    loss.fill_memories(trainer.models[part], (batches(seed, 0, step) for step in range(batches.length)))
+    tuned = Metric(judged, maximize=higher, bounds=bounds, name=f"{split}/{metric}", new_classes=True)
+    return _Parts(loss, batches, tuned, classes)
 
 
 def _warn_of_classes(train: Any, data: Any, split: str) -> None:

@@ -27,7 +27,6 @@ from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.search import (
     TrainerBatches,
     TrainerLoss,
-    search_with_trainer,
     trainer_task,
     tune_with_trainer,
 )
@@ -98,9 +97,9 @@ def make_trainer(trunk: nn.Module, kind: Any = trainers.MetricLossOnly, **option
     )
 
 
-def search(trainer: Any, tester: Any, adapter: mo.Adapter, queries: int = QUERIES, **options: Any) -> mo.Result:
-    options = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "callback": Callback(), **options}
-    return search_with_trainer(trainer, tester, adapter, queries=queries, **options)
+def tune(trainer: Any, tester: Any, queries: int = QUERIES, **options: Any) -> mo.Result:
+    given = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "callback": Callback(), **options}
+    return tune_with_trainer(trainer, tester, **{"queries": queries, "attach": partial(mo.attach_film, dim=D), **given})
 
 
 def test_memories_hold_embeddings_of_the_model_as_it_is_or_what_training_left() -> None:
@@ -200,7 +199,8 @@ def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
         adapter.set_phi(0.3 * rand(D, seed=3))  # which is ignored
         trainer, tester = make_trainer(trunk), make_tester(end_of_testing_hook=hooked.append)
         before, Counting.calls = everything(trainer), 0
-        run = search(trainer, tester, adapter, 40, seed=seed, guard_confidence=0.5)  # few examples
+        kept = {"attach": lambda model, own=adapter: own, "merge": False}
+        run = tune(trainer, tester, 40, seed=seed, guard_confidence=0.5, **kept)  # few examples
         assert_same(before, everything(trainer))
         assert Counting.calls == sum(run.queries.values()) == 40
         assert not hooked
@@ -377,23 +377,20 @@ def test_several_label_levels_have_their_mean_and_two_classes_each_in_a_half() -
         ({}, {"splits_to_eval": [("test", ["val"])]}, ConfigError, ("val",)),
         ({"batch_size": 49, "sampler": None}, {}, DataError, ("dataset", "batch_size=49")),
         ({}, {"queries": 3}, BudgetError, ("3", "queries")),
+        ({}, {"part": "head"}, ConfigError, ("part='head'",)),
     ],
 )
 def test_what_can_t_be_searched_costs_no_query(
     changes: dict[str, Any], options: dict[str, Any], error: Any, names: tuple[str, ...]
 ) -> None:
     trunk, tester = make_trunk(), make_tester()
-    adapter, Counting.calls = mo.attach_film(trunk, dim=D), 0
-    assert_refused(lambda: search(make_trainer(trunk, **changes), tester, adapter, **options), error, *names)
-    other = mo.attach_film(make_trunk(), dim=D)
-    assert_refused(lambda: search(make_trainer(trunk), tester, other), AdapterError)
+    Counting.calls = 0
+    assert_refused(lambda: tune(make_trainer(trunk, **changes), tester, **options), error, *names)
+    assert trunk.state_dict().keys() == make_trunk().state_dict().keys()
+    other, sets = mo.attach_film(make_trunk(), dim=D), {"val": pairs(7)}
+    assert_refused(lambda: trainer_task(make_trainer(trunk), tester, other, sets), AdapterError, "trunk")
     tester.accuracy_calculator.return_per_class = True
-    assert_refused(lambda: search(make_trainer(trunk), tester, adapter), ConfigError, "calculator", "recall_at_1")
-    for more, named in (({"part": "head"}, "part='head'"), ({"metric": "f1"}, "f1")):
-        sets, trainer = {"val": pairs(7)}, make_trainer(make_trunk())
-        call = partial(tune_with_trainer, trainer, make_tester(), sets, queries=QUERIES, **more)
-        assert_refused(call, ConfigError, named)
-        assert not any("metricopt" in name for name in trainer.models["trunk"].state_dict())
+    assert_refused(lambda: tune(make_trainer(trunk), tester), ConfigError, "calculator", "recall_at_1")
     assert Counting.calls == 0
 
 
@@ -410,9 +407,8 @@ SEEN = [i for i, (_, y) in enumerate(PAIRS) if y < 4]
 def test_the_trainer_s_own_data_are_named_where_they_are_judged(train: Any, judged: Any) -> None:
     trunk = make_trunk()
     trainer = make_trainer(trunk, dataset=train, sampler=None)
-    adapter = mo.attach_film(trunk, dim=D)
     with pytest.warns(UserWarning, match="'val'.*training data"):
-        search(trainer, make_tester(), adapter, dataset_dict={"val": judged})
+        tune(trainer, make_tester(), dataset_dict={"val": judged})
 
 
 class Noisy:
