@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,14 @@ from metricopt_ext.data.halves import Halves, stratified_halves
 from metricopt_ext.data.label_parts import label_halves, label_parts
 from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.rare import rare_groups
-from metricopt_ext.methods.pipeline import check_plan, optimize_metric
 from metricopt_ext.methods.prior_starts import moved_by
+from metricopt_ext.methods.tune import Attach, check_tuning, tune_model
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches
 from metricopt_ext.tasks.combine import Combine
 from metricopt_ext.tasks.direction import known_direction
 from metricopt_ext.tasks.halved import with_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.named import name_of
 from metricopt_ext.utils.seeding import seeded_streams
@@ -392,14 +392,21 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _check_search(self, seed: int, target: Target) -> None:
         """Refuse before training what the search would refuse after it."""
         self._checked_scorer()
-        adapter = self._attached(seed)
-        starts = {THRESHOLDS: Start(adapter.phi)} if target.kind == "multilabel" else None
-        metric = Metric(lambda: 0.0, maximize=True, combine=self.combine)
-        check_plan(adapter, metric, queries=self.queries, starts=starts, seed=seed)
-        adapter.remove()
+        several = target.kind == "multilabel"
+        check_tuning(
+            self.model_,
+            metric=self._metric(dict),
+            queries=self.queries,
+            attach=self._attach(seed),
+            starts=lambda task: {THRESHOLDS: Start(task.origin())} if several else {},
+            seed=seed,
+        )
 
-    def _attached(self, seed: int) -> Adapter:
-        return attach_film(self.model_, dim=self.dim, seed=seed, outputs=Outputs())
+    def _attach(self, seed: int) -> Attach:
+        return partial(attach_film, dim=self.dim, seed=seed, outputs=Outputs())
+
+    def _metric(self, function: Callable[..., Any]) -> Metric:
+        return Metric(function, maximize=True, bounds=None, name=self._name(), combine=self.combine)
 
     def _scoring(self) -> Any:
         several = getattr(self, "_kind", None) is not None and self._kind.kind == "multilabel"
@@ -476,29 +483,29 @@ class MetricClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         seed: int,
     ) -> Any:
         """Search phi for the scorer on the held-out rows and merge it; returns what the search did."""
+        return tune_model(
+            self.model_,
+            loss=lambda model, batch: (batch[2] * target.losses(model(batch[0]), batch[1])).mean(),
+            batches=TensorBatches(x, y, self.batch_size, more=[w]),
+            metric=self._metric(lambda: with_halves(judged, halves)),
+            queries=self.queries,
+            attach=self._attach(seed),
+            starts=lambda task: self._starts(task.adapter, x, y, target),
+            together=False,
+            seed=seed,
+            callback=Callback(),
+        )
+
+    def _starts(self, adapter: Adapter, x: Tensor, y: Tensor, target: Target) -> dict[str, Start | StartLine]:
+        """Return what the search may begin from besides the network as it was trained."""
         starts = dict[str, Start | StartLine]()
-        adapter = self._attached(seed)
         if (line := target_line(adapter, target, y)) is not None:
             starts["prior_line"] = line
         if target.kind == "multilabel":
             with torch.no_grad():
                 offsets = matching_offsets(self.model_(x), target.shares(y))
             starts[THRESHOLDS] = Start(moved_by(adapter, offsets))
-        task = FinetuneTask(
-            adapter,
-            loss=lambda model, batch: (batch[2] * target.losses(model(batch[0]), batch[1])).mean(),
-            batches=TensorBatches(x, y, self.batch_size, more=[w]),
-            metric=Metric(
-                lambda: with_halves(judged, halves),
-                maximize=True,
-                bounds=None,
-                name=self._name(),
-                combine=self.combine,
-            ),
-        )
-        run = optimize_metric(task, queries=self.queries, starts=starts or None, seed=seed, callback=Callback())
-        adapter.merge()
-        return run
+        return starts
 
     def _lacking(self, y_val: Any) -> str:
         """Say which labels no held-out row has, and what to do; empty if all are there."""
