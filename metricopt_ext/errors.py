@@ -52,7 +52,7 @@ class FileFormatError(MetricOptError, ValueError):
 
 
 class RankError(MetricOptError, RuntimeError):
-    """Another rank of a run under torchrun has ended, has not come, or judges by other data."""
+    """Another rank of a run under torchrun has ended, has not come, judges by other data, or would not answer."""
 
 
 class DataError(MetricOptError, ValueError):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -149,8 +148,7 @@ class Evaluating:
     def _next_batch(self, most: int | None) -> list[Trial]:
         if most is not None and len(self.asking.trials) >= most:
             return []
-        with distributed.apart():
-            batch = self.asking.next_batch()
+        batch = self.asking.next_batch()
         if distributed.world() > 1:
             wanted = [(each.id, each.stage, each.name, dict(each.at.settings)) for each in batch]
             of_first, points = distributed.on_first(lambda: (wanted, [each.at.phi for each in batch]))
@@ -192,21 +190,19 @@ class Evaluating:
         """
         metric = self.task.metric
 
-        def judged(index: int) -> Evaluation:
-            self._held.at(trials[index].at)
-            return self.task.judge(trials[index].at, self._where(trials[index]))
+        def judged(trial: Trial) -> Evaluation:
+            self._held.at(trial.at)
+            return self.task.judge(trial.at, self._where(trial))
 
-        at = 0
-        while at < len(trials):
+        while trials:
             possible = int(min(distributed.world() if self._alike else 1, metric.ledger.left / metric.repeats))
-            wave = range(len(trials))[at : at + max(1, possible)]
-            metric.ledger.spend(trials[at].stage, len(wave) * metric.repeats)
+            wave, trials = trials[: max(1, possible)], trials[max(1, possible) :]
+            metric.ledger.spend(wave[0].stage, len(wave) * metric.repeats)
             if self._alike:
                 yield from distributed.each(judged, wave)
             else:
                 self._alike = True
-                yield alike(metric, distributed.everywhere(partial(judged, at)))
-            at += len(wave)
+                yield alike(metric, list(distributed.each(judged, [*wave] * distributed.world())))
 
     def _where(self, trial: Trial) -> str:
         """Return what an error says of where it came."""

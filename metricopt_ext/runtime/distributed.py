@@ -9,17 +9,18 @@ All leave `sharing` together: a rank that leaves it by an error, or is interrupt
 
 import io
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from unittest import mock
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from metricopt_ext.errors import ConfigError, RankError
 from metricopt_ext.runtime.identity import same
@@ -30,16 +31,11 @@ Result = TypeVar("Result")
 
 MEETING = timedelta(minutes=30)  # how long the first rank to arrive waits for the others
 WORKING = timedelta(days=30)  # how long one may work on its share; a rank that dies is noticed at once, all the same
-LOOKING = 0.5  # seconds after which a rank that waits looks again whether another has left
-GRACE = 2.0  # seconds that an exchange has to end when one has: all may leave by an error that they share
-
-# How the methods of a process group begin that wait for other ranks; the names differ from one torch to the next.
-WAITING = ("all", "barrier", "broadcast", "gather", "merge", "monitored", "recv", "reduce", "scatter", "send", "split")
+LOOKING = 1.0  # seconds after which a rank that waits looks again whether another has left
 
 _joined = False  # whether the processes are to share work
-_sharing = _apart = False  # whether they do right now, or must not
-_session = 0  # how often they have begun to, the same on every rank
-_groups: dict[Any, Any] = {}  # our own group of all processes, by torch's
+_group: Any = None  # of those that do right now, whatever torch's own group is made for
+_alone = False  # whether this one works on something of its own meanwhile
 
 
 class _Outcome(NamedTuple):
@@ -49,17 +45,17 @@ class _Outcome(NamedTuple):
 
 def world() -> int:
     """Return how many processes share the work right now; 1 outside `sharing`."""
-    return distributed.get_world_size() if _sharing else 1
+    return 1 if _group is None or _alone else distributed.get_world_size()
 
 
 def rank() -> int:
     """Return which of them this is, from 0; 0 outside `sharing`."""
-    return distributed.get_rank() if _sharing else 0
+    return 0 if _group is None or _alone else distributed.get_rank()
 
 
 def several() -> bool:
     """Whether `sharing` would share the work with other processes, or does."""
-    return _joined and not _apart and distributed.get_world_size() > 1
+    return _joined and not _alone and distributed.get_world_size() > 1
 
 
 @contextmanager
@@ -77,81 +73,60 @@ def sharing(alike: Mapping[str, Any] | None = None) -> Iterator[None]:
         RankError: A rank has not come within half an hour, or one has left.
         ConfigError: Something differs on a rank.
     """
-    global _sharing, _session
-    if _sharing or not several():
+    global _group
+    if _group is not None or not several():
         yield
         return
-    _session += 1
+    _group = _awaited(partial(distributed.new_group, backend="gloo", timeout=WORKING), MEETING)
     try:
-        _meet()
-        _sharing = True
         _refuse_differences(dict(alike or {}))
         yield
-        _gathered(None)
+        _awaited(partial(distributed.barrier, _group))
     except BaseException as error:
-        _tell_of(error)
-        _groups.clear()  # an exchange that was left may still wait there
+        _left(error)
         raise
     finally:
-        _sharing = False
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Work on something of this process's own for a while: `sharing` has no effect inside."""
-    global _apart, _sharing
-    before, _apart, _sharing = (_apart, _sharing), True, False
-    try:
-        yield
-    finally:
-        _apart, _sharing = before
+        group, _group = _group, None
+        distributed.destroy_process_group(group)
 
 
 def each(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """Yield ``function(item)`` for each item, in order; ranks take turns, so as many items as ranks run at once.
 
     Args:
-        function: Its results depend on the item alone. It runs `apart`.
+        function: Its results depend on the item alone. Of several ranks, it sees no process group.
         items: As many on every rank.
 
     Raises:
         Exception: What the function raised, on every rank, after the results before it.
+        RankError: It waited for the other ranks, each of which runs another item.
     """
     for at in range(0, len(items), world()):
         wave = items[at : at + world()]
         own = _tried(partial(function, wave[rank()])) if rank() < len(wave) else _Outcome()
-        for other, outcome in enumerate(_gathered(own)[: len(wave)]):
-            yield _value(outcome, other)
-
-
-def everywhere(function: Callable[[], Result]) -> list[Result]:
-    """Return what a function returns on each rank, in their order; all run it, `apart`.
-
-    Raises:
-        Exception: What the function raised on the first rank where it did, on every rank.
-    """
-    return [_value(outcome, other) for other, outcome in enumerate(_gathered(_tried(function)))]
+        for other in range(len(wave)):
+            yield _sent_by(other, own)
 
 
 def on_first(function: Callable[[], Result]) -> Result:
-    """Return what a function returns on the first rank, which alone runs it, `apart`; or raise its error on all."""
-    own = _tried(function) if rank() == 0 else _Outcome()
-    if world() > 1:
-        sent = [_packed(own) if rank() == 0 else b""]
-        _awaited(lambda: distributed.broadcast_object_list(sent, src=0, group=_group()))
-        own = own if rank() == 0 else _unpacked(sent[0])
-    result: Result = _value(own)
+    """Return what a function returns on the first rank, which alone runs it as `each` does; or raise its error on all.
+
+    Raises:
+        RankError: It waited for the other ranks.
+    """
+    result: Result = _sent_by(0, _tried(function) if rank() == 0 else _Outcome())
     return result
 
 
 def only_first(function: Callable[[], Result]) -> Result | None:
-    """Run a function on the first rank alone, `apart`, and return what it returns there, None on the others.
+    """Run a function on the first rank alone, and return what it returns there, None on the others.
 
     Raises:
         Exception: What the function raised, on every rank.
+        RankError: It waited for the other ranks.
     """
     own = _tried(function) if rank() == 0 else _Outcome()
-    on_first(partial(_value, own._replace(value=None)))
+    _sent_by(0, own._replace(value=None))
     return own.value  # type: ignore[no-any-return]
 
 
@@ -162,7 +137,7 @@ def joined() -> Iterator[None]:
     Without either, or outside of this, a process works by itself.
     """
     global _joined
-    started = launched() and not _initialized()
+    started = launched() and not (_alone or _initialized())
     if started:
         _begin()
     before, _joined = _joined, _initialized()
@@ -185,7 +160,6 @@ def left_in_order() -> Iterator[None]:
             with suppress(RuntimeError):  # a rank that has ended before says itself why
                 distributed.barrier()
     finally:
-        _groups.clear()
         if _initialized():
             distributed.destroy_process_group()
 
@@ -212,7 +186,7 @@ def _initialized() -> bool:
 
 
 def _refuse_differences(own: dict[str, Any]) -> None:
-    for other, theirs in enumerate(_gathered(own)):
+    for other, theirs in enumerate(list(each(lambda rank: own, range(world())))):
         for name, value in own.items():
             if not same(theirs.get(name), value):
                 raise ConfigError(
@@ -225,168 +199,110 @@ def _tried(function: Callable[[], Any]) -> _Outcome:
     try:
         if world() == 1:
             return _Outcome(function())
-        with apart(), _waiting_refused():
+        with _working_alone():
             return _Outcome(function())
     except Exception as error:
-        return _Outcome(error=error)
-
-
-def _value(outcome: _Outcome, of: int = 0) -> Any:
-    if outcome.error is not None:
-        if of != rank():
-            outcome.error.told_by_rank = of  # type: ignore[attr-defined]
-        raise outcome.error
-    return outcome.value
-
-
-def _gathered(own: Any) -> list[Any]:
-    """Return what each rank has, in their order."""
-    if world() == 1:
-        return [own]
-    parts: list[Any] = [None] * world()
-    sent = _packed(own)
-    _awaited(lambda: distributed.all_gather_object(parts, sent, _group()))
-    return [own if other == rank() else _unpacked(part) for other, part in enumerate(parts)]
-
-
-def _meet() -> None:
-    """Wait until every rank has come to this point."""
-    try:
-        _awaited(
-            lambda: distributed.monitored_barrier(_group(), timeout=MEETING, wait_all_ranks=True),
-            MEETING.total_seconds() + GRACE,
+        if world() == 1 or "process group" not in str(error):  # in torch's words, or in those of `_refused`
+            return _Outcome(error=error)
+        return _Outcome(
+            error=RankError(
+                f"rank {rank()} asked for the other ranks where it works by itself, as in an evaluation of the metric"
+                f" ({error}): they evaluate other points or wait for this one, and don't answer. Give each rank's"
+                " metric all the data and no collective; or search without distributed.joined(), so that all ranks"
+                " evaluate each point together"
+            )
         )
-    except RankError as error:
-        raise RankError(f"not every rank has come to this point ({error}); call it on all ranks") from error
 
 
-def _awaited(exchange: Callable[[], None], seconds: float = WORKING.total_seconds()) -> None:
+@contextmanager
+def _working_alone() -> Iterator[None]:
+    """Let this process see no process group, so that what would share its work with the others does all of it here.
+
+    A group that it holds already refuses: of the other ranks each does something else, and would not answer. A model
+    in DistributedDataParallel is the model itself.
+    """
+    global _alone
+    from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+    from torch.distributed import distributed_c10d as c10d
+
+    def unwrapped(wrapped: nn.parallel.DistributedDataParallel, *inputs: Any, **options: Any) -> Any:
+        return wrapped.module(*inputs, **options)
+
+    whole, names = distributed.group.WORLD, dict(c10d._world.pg_names)
+    _alone, distributed.group.WORLD = True, None
+    _unregister_all_process_groups()  # functional collectives find them by their names
+    try:
+        with (
+            mock.patch.object(distributed.ProcessGroup, "__getattribute__", _refused),
+            mock.patch.object(nn.parallel.DistributedDataParallel, "forward", unwrapped),
+            mock.patch.object(c10d, "rendezvous", _refused),  # by which a new group would begin
+        ):
+            yield
+    finally:
+        _alone, distributed.group.WORLD = False, whole
+        for group, name in names.items():
+            _register_process_group(name, group)
+
+
+def _refused(*asked: Any, **options: Any) -> NoReturn:
+    raise RankError("a process group can't be used here")
+
+
+def _sent_by(other: int, own: _Outcome) -> Any:
+    """Return what one of the ranks has, on all of them, or raise its error; each gives its own."""
+    if world() > 1:
+        sent = [_packed(own) if other == rank() else b""]
+        _awaited(partial(distributed.broadcast_object_list, sent, src=other, group=_group))
+        own = own if other == rank() else _unpacked(sent[0])
+    if own.error is None:
+        return own.value
+    if other != rank():
+        own.error.told_by_rank = other  # type: ignore[attr-defined]
+    raise own.error
+
+
+def _awaited(exchange: Callable[[], Any], most: timedelta = WORKING) -> Any:
     """Run an exchange with the other ranks, in a thread of its own: so Ctrl-C and a rank that has left end the wait.
 
     Raises:
         RankError: Another rank has left or died, or has not come in time.
     """
-    failed: list[Exception] = []
-    done = threading.Event()
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            exchange()
+            answer.set_result(exchange())
         except Exception as error:
-            failed.append(error)
-        finally:
-            done.set()
+            answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()  # one that is left waiting must not keep the process
-    until = time.monotonic() + seconds
-    while not done.wait(LOOKING):
-        if (left := _left()) and not done.wait(GRACE):
+    until, left = time.monotonic() + most.total_seconds(), ""
+    while not wait([answer], LOOKING).done:
+        if left:
             raise RankError(f"another rank has ended: {left}")
+        left = _left()  # all may leave by an error that they share: then this one gets it in the time until it looks
         if time.monotonic() > until:
-            raise RankError(f"no answer in {seconds:.0f} s")
-    if failed and isinstance(failed[0], RuntimeError):
-        why = _left() or str(failed[0])
-        raise RankError(f"another rank has ended ({why}); its own message says why") from failed[0]
-    if failed:
-        raise failed[0]
-
-
-def _tell_of(error: BaseException) -> None:
-    """Let ranks that wait for this one know that it won't come; the first to tell is heard."""
-    told = f"rank {distributed.get_rank()}, by {type(error).__name__}: {error}"[:500]
-    with suppress(RuntimeError):  # where the ranks met is gone: its process has ended
-        _store().compare_set(_ended(), "", told)
-
-
-def _left() -> str:
-    """Return which rank has left, and why; empty if none has."""
+            raise RankError("not every rank has come to this point in half an hour; call it on all ranks")
     try:
-        return _store().get(_ended()).decode(errors="replace") if _store().check([_ended()]) else ""
+        return answer.result()
     except RuntimeError as error:
-        return f"where they met is gone ({error})"
+        raise RankError(f"another rank has ended ({_left() or error}); its own message says why") from error
 
 
-def _ended() -> str:
-    return f"metricopt_ext/ended/{_session}"
+def _left(error: BaseException | None = None) -> str:
+    """Return which rank has left, and why; empty if none has.
 
-
-def _store() -> Any:
-    """Return the store by which the ranks have met, which needs no answer from another rank."""
+    Args:
+        error: By which this one leaves. The first to tell is heard.
+    """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _get_default_store()
-
-
-@contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """Refuse what waits for the other ranks, of which each does something else meanwhile.
-
-    Threads that were there before may go on: a checkpoint may be under way.
-
-    Raises:
-        RankError: Something waited, whatever became of the error that it got.
-    """
-    elsewhere = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-    called: list[str] = []
-    over = False
-
-    def refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if over or threading.get_ident() in elsewhere:
-                return original(*args, **kwargs)
-            called.append(name)
-            raise _refusal(name)
-
-        return call
-
-    patched = _what_waits()
-    try:
-        for owner, name, original in patched:
-            setattr(owner, name, refused(name, original))
-        yield
-    except Exception as error:
-        if called:
-            raise _refusal(called[0]) from error
-        raise
-    finally:
-        over = True
-        for owner, name, original in patched:
-            setattr(owner, name, original)
-    if called:
-        raise _refusal(called[0])
-
-
-def _what_waits() -> list[tuple[Any, str, Any]]:
-    """Return the functions through which torch's collectives, sends and stores go: owner, name and function."""
-    from torch.distributed.distributed_c10d import ProcessGroup, Store
-
-    named: list[tuple[Any, str]] = [
-        (ProcessGroup, name) for name in vars(ProcessGroup) if name.lstrip("_").startswith(WAITING)
-    ]
-    named += [(Store, "wait"), (Store, "get"), (distributed, "_broadcast_coalesced")]  # the last of them by DDP
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    named += [(functional, "_resolve_group"), (functional, "_resolve_group_name")]
-    return [
-        (owner, name, vars(owner)[name]) for owner, name in named if callable(getattr(owner, "__dict__", {}).get(name))
-    ]
-
-
-def _refusal(name: str) -> RankError:
-    return RankError(
-        f"rank {distributed.get_rank()} called torch.distributed ({name}) where it works by itself, as in an evaluation"
-        " of the metric: the other ranks, which evaluate other points or wait for this one, do not answer. Give each"
-        " rank's metric all the data and no collective (of torchmetrics: sync_on_compute=False); or search without"
-        " distributed.joined(), so that all ranks evaluate each point together"
-    )
-
-
-def _group() -> Any:
-    """Return a group of all processes that exchanges objects, whatever torch's own group is made for."""
-    whole = distributed.group.WORLD
-    if whole not in _groups:
-        _groups.clear()
-        _groups[whole] = distributed.new_group(backend="gloo", timeout=WORKING)
-    return _groups[whole]
+    told = "" if error is None else f"rank {distributed.get_rank()}, by {type(error).__name__}: {error}"[:500]
+    try:  # by the store where they met, which needs no answer from another rank
+        store = _get_default_store()
+        return store.compare_set(f"metricopt_ext/left/{_group and _group.group_name}", "", told).decode()
+    except RuntimeError as gone:
+        return f"where they met is gone ({gone})"
 
 
 def _packed(value: Any) -> bytes:

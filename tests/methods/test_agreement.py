@@ -38,7 +38,7 @@ METRICS = {
     "halves of a shard": (lambda model: (0.6, (0.5, 0.7 - 0.1 * own)), {}, "all the data"),
     "other draws": (lambda model: float(torch.rand(1, generator=draw)), {}, "draw the same"),
     "a failure": (failing, {}, "no such file"),
-    "a sum": (summed, {}, "(allreduce)"),
+    "a sum": (summed, {}, "all the data"),
     "rounding close to 1": (lambda model: 1 - 1e-6 + 1e-7 * own, {}, 3),
     "noise": (lambda model: 0.5 + 0.1 * float(torch.rand(1, generator=draw)), {"repeats": 3}, 3),
     "data beyond noise": (

@@ -34,7 +34,8 @@ with distributed.joined():
 
         ran = []
         def square(item):
-            assert (distributed.world(), distributed.rank()) == (1, 0)
+            with distributed.joined(), distributed.sharing({"own": own}):  # each works by itself
+                assert (distributed.world(), distributed.rank()) == (1, 0)
             ran.append(item)
             return torch.tensor(item) ** 2
         assert [int(x) for x in distributed.each(square, range(7))] == [0, 1, 4, 9, 16, 25, 36]
@@ -69,11 +70,6 @@ with distributed.joined():
             raise SystemExit("no error")
         except (Local, RuntimeError) as error:
             assert "what happened" in str(error), error
-        with distributed.apart():
-            assert distributed.world() == 1 and not distributed.several()
-            with distributed.sharing({"own": own}):
-                assert distributed.world() == 1
-        assert distributed.world() == number
     try:
         with distributed.sharing({"queries": 60 + own}):
             assert number == 1
@@ -94,28 +90,18 @@ def test_what_is_shared_is_the_same_on_every_rank(torchrun: Any, world: int) -> 
 
 
 LEAVING = """
-import sys, time
-from pathlib import Path
 import torch.distributed as dist
 from metricopt_ext.runtime import distributed
 
-folder = Path(sys.argv[1])
 with distributed.joined():
-    own = dist.get_rank()
-    if own == 1:
-        if sys.argv[2] == "fails":
-            raise SystemExit("failed")
-        time.sleep(1)
-        (folder / f"{sys.argv[2]} has come").touch()
-assert not dist.is_initialized()
-assert sys.argv[2] == "fails" or (folder / f"{sys.argv[2]} has come").exists()
-print(f"rank {own} has left")
+    if dist.get_rank() == 1:
+        raise SystemExit("failed")
 """
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_not_waited_for(torchrun: Any, tmp_path: Path) -> None:
-    process = torchrun(LEAVING, 2, str(tmp_path), "fails")
+def test_a_rank_that_fails_is_not_waited_for(torchrun: Any) -> None:
+    process = torchrun(LEAVING, 2)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "failed" in output
@@ -141,10 +127,7 @@ def test_a_process_alone_shares_with_nobody() -> None:
 
 LEFT = """
 import time
-import torch
 import torch.distributed as dist
-from torch.distributed import all_reduce
-from metricopt_ext.errors import RankError
 from metricopt_ext.runtime import distributed
 
 dist.init_process_group("gloo")
@@ -204,27 +187,6 @@ for name, (program, rank) in PROGRAMS.items():
     with distributed.joined(), distributed.sharing():  # they can begin anew
         assert list(distributed.each(lambda item: item + own, range(4))) == [0, 2, 2, 4]
 
-def swallowed(item):
-    try:
-        dist.barrier()
-    except RuntimeError:
-        pass
-
-WAITS = {
-    "allreduce": lambda item: all_reduce(torch.ones(1)),
-    "barrier": swallowed,
-    "recv": lambda item: dist.recv(torch.ones(1), 1 - own),
-}
-for name, work in WAITS.items():
-    def program():
-        with distributed.sharing():
-            list(distributed.each(work, range(2)))
-    end, seconds = ended(program)
-    assert seconds < 30 and end.startswith("RankError") and f"({name})" in end and "all the data" in end, (name, end)
-    dist.barrier()
-total = torch.ones(1)
-all_reduce(total)  # elsewhere all is as it was
-assert total == 2
 dist.destroy_process_group()
 print(f"rank {own} is done")
 """
@@ -232,11 +194,106 @@ print(f"rank {own} is done")
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_ends_the_others(torchrun: Any) -> None:
-    """In the metric, between two exchanges and at the end; also where it goes on, and calls what waits for others."""
+    """In the metric, between two exchanges and at the end; it may live on."""
     process = torchrun(LEFT, 2)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert sorted(re.findall(r"rank (\d) is done", output)) == ["0", "1"]
+
+
+DYING = """
+import os, sys, time
+from metricopt_ext.errors import RankError
+from metricopt_ext.runtime import distributed
+
+own = int(os.environ["RANK"])
+began = time.monotonic()
+try:
+    with distributed.joined(), distributed.sharing():
+        list(distributed.each(lambda item: item == 6 and os._exit(0), range(8)))
+except RankError as error:
+    assert time.monotonic() - began < 60
+    print(f"rank {own}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_whatever_launched_them(forked: Any) -> None:
+    output = forked(DYING, 4)
+    assert sorted(re.findall(r"rank (\d): another rank has ended", output)) == ["0", "1", "3"]
+
+
+ALONE = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torchmetrics.classification import BinaryAccuracy
+from metricopt_ext.errors import RankError
+from metricopt_ext.runtime import distributed
+
+dist.init_process_group("gloo")
+own, one = dist.get_rank(), torch.ones(1)
+held, mesh = dist.new_group(), init_device_mesh("cpu", (2,))
+wrapped = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(1))
+
+def run(work):
+    with distributed.joined(), distributed.sharing():
+        return list(distributed.each(work, range(2)))
+
+def accuracy(item):
+    assert not dist.is_initialized()
+    metric = BinaryAccuracy()
+    metric.update(torch.tensor([1, item]), torch.tensor([1, 0]))
+    return float(metric.compute())
+
+def gradient(item):
+    wrapped.zero_grad()
+    wrapped.eval()(torch.full((3, 1), 1.0 + item)).sum().backward()
+    return round(float(wrapped.module.weight.grad), 2)
+
+assert run(accuracy) == [1.0, 0.5]
+assert run(gradient) == [3.0, 6.0]
+
+REFUSED = {
+    "all_reduce": lambda item: dist.all_reduce(one),
+    "get_rank": lambda item: dist.get_rank(),
+    "begin": lambda item: dist.init_process_group("gloo"),
+    "new group": lambda item: dist.new_group(),
+    "held": lambda item: dist.all_reduce(one, group=held),
+    "held by the first": lambda item: own == 0 and dist.barrier(held),
+    "held, by its method": lambda item: held.allreduce([one]).wait(),
+    "recv": lambda item: dist.recv(one, 1 - own, group=held),
+    "functional": lambda item: all_reduce(one, "sum", held).sum(),
+    "mesh": lambda item: all_reduce(one, "sum", mesh).sum(),
+    "named": lambda item: torch.ops._c10d_functional.all_reduce(one, "sum", "0").sum(),
+}
+for name, work in REFUSED.items():
+    began = time.monotonic()
+    try:
+        said = run(work)
+    except RankError as error:
+        said = str(error)
+    assert "all the data" in said and time.monotonic() - began < 30, (name, said)
+    for group in (None, held):  # elsewhere all is as it was
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == 2
+    assert all_reduce(one, "sum", mesh) == 2
+dist.destroy_process_group()
+print(f"rank {own} is done")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_sees_no_process_group_while_it_works_alone(torchrun: Any) -> None:
+    """What looks for one computes by itself; what holds one is refused, and never hangs or adds up other points."""
+    process = torchrun(ALONE, 2)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert output.count("is done") == 2
 
 
 WAITING = """
