@@ -46,7 +46,6 @@ class SearchLoop(LearningStrategy):
     takes_starts: ClassVar[bool] = True
     takes_constraints: ClassVar[bool] = True
     takes_settings: ClassVar[bool] = True
-    shared: ClassVar[bool] = True
 
     def __init__(self, search: SearchStrategy) -> None:
         self.search, self.grows = search, search.anytime

@@ -122,7 +122,8 @@ def optimize_metric(
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
             context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
-            result = runner.run(context) if runner.shared else run_by_first(runner, context)
+            learns = isinstance(strategy, LearningStrategy)
+            result = run_by_first(runner, context) if learns else runner.run(context)
             result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result)

@@ -61,14 +61,12 @@ class LearningStrategy(ABC):
         takes_starts: Whether a run may begin from the best of several starts.
         takes_constraints: Whether it respects what the metric is subject to.
         takes_settings: Whether it tunes settings of inference.
-        shared: Whether ranks share its work; else the first one runs it, and the others wait for its result.
         grows: Whether a finished run can go on with more queries.
     """
 
     takes_starts: ClassVar[bool] = False
     takes_constraints: ClassVar[bool] = False
     takes_settings: ClassVar[bool] = False
-    shared: ClassVar[bool] = False
     grows: bool = False
 
     @abstractmethod
