@@ -1,8 +1,7 @@
-"""Measure how a run gets faster with more ranks, beside what to expect, and what the ranks exchange.
+"""Measure how a search gets faster with more ranks, beside what to expect, and what the ranks exchange.
 
     torchrun --standalone --nproc-per-node=4 benchmarks/measure_scale.py --queries 150 --sleep 1
     torchrun --standalone --nproc-per-node=2 benchmarks/measure_scale.py --queries 150 --images 20000
-    torchrun --standalone --nproc-per-node=4 benchmarks/measure_scale.py --strategy recipe --queries 250 --sleep 1
 
 A small network on random data is tuned for a metric that sleeps --sleep seconds, or computes on --images images, at
 each evaluation. Ranks evaluate as many points at once as there are of them, so a run's evaluations take as long as its
@@ -47,7 +46,7 @@ class Traffic:
 
     Attributes:
         exchanges: How many times all ranks met for it.
-        sent: Bytes that this process has contributed, each of which goes to every other rank.
+        sent: Bytes that this process has sent, to every other rank.
     """
 
     exchanges: int = 0
@@ -55,28 +54,20 @@ class Traffic:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what goes through torch.distributed's exchanges of objects, which are the ranks' only ones."""
-        gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
-
-        def gathering(parts: list[Any], sent: bytes, *more: Any, **options: Any) -> None:
-            self.exchanges, self.sent = self.exchanges + 1, self.sent + len(sent)
-            gather(parts, sent, *more, **options)
+        """Count what goes through torch.distributed's broadcasts of objects, which are the ranks' exchanges."""
+        broadcast = dist.broadcast_object_list
 
         def broadcasting(sent: list[Any], *more: Any, **options: Any) -> None:
             self.exchanges, self.sent = self.exchanges + 1, self.sent + len(sent[0])
             broadcast(sent, *more, **options)
 
-        with (
-            mock.patch.object(dist, "all_gather_object", gathering),
-            mock.patch.object(dist, "broadcast_object_list", broadcasting),
-        ):
+        with mock.patch.object(dist, "broadcast_object_list", broadcasting):
             yield
 
 
 def main() -> None:
     """Parse the command line, run, and report on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=("search", "recipe"), default="search")
     parser.add_argument("--queries", type=int, default=150, help="metric queries of the run")
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds that an evaluation sleeps")
     parser.add_argument("--images", type=int, default=500, help="images that an evaluation looks at")
@@ -84,10 +75,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with errors_in_one_line(ValueError), distributed.joined(), distributed.sharing(vars(arguments)):
         torch.set_num_threads(1)
-        measure(arguments.strategy, arguments.queries, arguments.sleep, arguments.images, arguments.output)
+        measure(arguments.queries, arguments.sleep, arguments.images, arguments.output)
 
 
-def measure(strategy: str, queries: int, sleep: float, images: int, output: Path | None) -> None:
+def measure(queries: int, sleep: float, images: int, output: Path | None) -> None:
     """Run once and report."""
     rng = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, CLASSES))
@@ -109,35 +100,32 @@ def measure(strategy: str, queries: int, sleep: float, images: int, output: Path
         batches=TensorBatches(x[:500], y[:500], batch_size=50),
         metric=Metric(value, maximize=True, bounds=None, name="log likelihood"),
     )
-    recipe = Recipe()
     traffic, began = Traffic(), time.perf_counter()
     with traffic.counted():
-        optimize_metric(task, queries=queries, strategy=recipe if strategy == "recipe" else None, callback=Callback())
+        optimize_metric(task, queries=queries, callback=Callback())
         seconds = time.perf_counter() - began
         asked = list(distributed.each(lambda own: (len(spent), sum(spent)), range(distributed.world())))
     evaluations = sum(number for number, _ in asked) - (distributed.world() - 1)  # all make the first
 
-    def waves(world: int) -> int:
-        if strategy == "search":
-            return search_waves(queries, world)
-        return recipe_waves(recipe, recipe.tasks_per_round(queries), evaluations, world)
-
     each = sum(total for _, total in asked) / sum(number for number, _ in asked)
-    serial = seconds - waves(distributed.world()) * each
+    serial = seconds - search_waves(queries, distributed.world()) * each
     figures = {
         "ranks": distributed.world(),
         "evaluations": evaluations,
-        "waves": waves(distributed.world()),
+        "waves": search_waves(queries, distributed.world()),
         "seconds of an evaluation": each,
         "seconds": seconds,
         "serial seconds": serial,
-        **{f"predicted seconds of {world} ranks": serial + waves(world) * each for world in (2, 4, 8, 64)},
+        **{
+            f"predicted seconds of {world} ranks": serial + search_waves(queries, world) * each
+            for world in (2, 4, 8, 64)
+        },
         "exchanges": traffic.exchanges,
         "megabytes sent by the first rank": traffic.sent / 1e6,
     }
     if distributed.rank() == 0:
         rows = [(name, f"{value:.2f}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
-        print_table([f"{strategy}, {queries} queries", "measured"], rows)
+        print_table([f"{queries} queries", "measured"], rows)
         if output is not None:
             write_json(output, figures)
 
@@ -148,18 +136,6 @@ def search_waves(queries: int, world: int) -> int:
     design = search.design_size(DIM)
     full, rest = divmod(queries - 2 - design, search.batch)
     return 2 + ceil(design / world) + full * ceil(search.batch / world) + ceil(rest / world)
-
-
-def recipe_waves(recipe: Recipe, tasks: int, evaluations: int, world: int) -> int:
-    """Return the same of a recipe whose rounds are of one chunk each; the guard's evaluations are one by one.
-
-    Without a trusted f there is no setting to choose, and fewer evaluations than planned.
-    """
-    rest = evaluations - recipe.rounds * tasks * recipe.evals
-    choice = recipe.choice_queries if rest > recipe.choice_queries else 0
-    points = tasks * recipe.evals
-    first = 1 + ceil((points - 1) / world)  # all ranks evaluate the first point, to compare what they find
-    return first + (recipe.rounds - 1) * ceil(points / world) + ceil(choice / world) + rest - choice
 
 
 if __name__ == "__main__":
