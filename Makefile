@@ -15,8 +15,8 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quality test test-fast test-programs golden-quick test-wheel contract-detectron2 docs nightly \
-	test-slow test-drawn test-detectron2 test-faults test-outcomes golden golden-freeze test-compare test-lowest \
-	test-wheel-alone verify-types benchmarks-smoke coverage style clean
+	test-slow test-drawn test-detectron2 test-faults test-outcomes golden golden-freeze test-compare test-ray \
+	test-lowest test-wheel-alone verify-types benchmarks-smoke coverage style clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z0-9%-]*):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
@@ -136,9 +136,12 @@ golden-freeze: .venv-detectron2/.installed  ## compute all of these numbers anew
 test-compare: .venv-compare/.installed  ## run the tests of rivals that other packages bring, BoTorch's and Nevergrad's
 	.venv-compare/bin/python -m pytest $(ARGS) -m "not slow or outcome" tests/experiment/test_rivals.py
 
-.venv-compare/.installed: $(STAMP)
-	$(call shared,.venv-compare)
-	$(BIN)/python -m pip --python .venv-compare install $(PIP_ARGS) -e '.[compare]'
+test-ray: .venv-ray/.installed  ## run the example of workers on Ray
+	.venv-ray/bin/python -m pytest $(ARGS) tests/examples/test_examples.py -k ray
+
+.venv-compare/.installed .venv-ray/.installed: .venv-%/.installed: $(STAMP)
+	$(call shared,.venv-$*)
+	$(BIN)/python -m pip --python .venv-$* install $(PIP_ARGS) -e '.[$*]'
 	touch $@
 
 # pyenv answers for a Python that is not its global one only where that is named.
