@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.runtime import distributed
-from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.words import brief
 
@@ -317,17 +317,18 @@ def _by_halves(start: Evaluation, ranked: Sequence[Evaluation], gain: float) -> 
     halves = stacked_halves(ranked)
     if start.halves is None or halves is None or not ranked:
         return None
-    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
-    deviation = max(chance_of_gain(start, halves[: _best(ranked)]), _chance_by_size(start, costs, halves, gain))
+    deviation = max(chance_of_gain(start, ranked[: _best(ranked)]), _chance_by_size(start, ranked, gain))
     return _Chance("halves", ranked, deviation, lambda count: reliability_of(halves[:count]))
 
 
-def _chance_by_size(start: Evaluation, costs: Tensor, halves: Tensor, gain: float) -> float:
+def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float) -> float:
     """Return the standard deviation of the chance part of a gain whose variance is proportional to its size."""
-    assert start.halves is not None
-    gains = torch.tensor(start.halves, dtype=torch.float64) - halves
-    variance = (gains[:, 0] - gains[:, 1]).square().sum() / 4  # summed over the points, as is their size
-    size = (start.cost - costs).abs().sum()
+    pairs = stacked_pairs([start, *points])
+    assert pairs is not None
+    gains = pairs[0] - pairs[1:]
+    # Summed over the points, as is their size.
+    variance = (gains[..., 0] - gains[..., 1]).square().sum() / 4 / pairs.shape[1]
+    size = (start.cost - torch.tensor([each.cost for each in points], dtype=torch.float64)).abs().sum()
     return math.sqrt(float(variance / size) * abs(gain)) if size > 0 else 0.0
 
 

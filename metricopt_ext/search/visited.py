@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, noise_of
 from metricopt_ext.tasks.split_half import chance_of_gain, fault_of_halves
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.value.gp import GPLearner, GPValueFunction, Hyperparameters
@@ -123,7 +123,7 @@ class Visited:
         """
         halved = [each for each in among if each.halves is not None]
         if evaluation.halves is not None and halved and not fault_of_halves(self.evaluations):
-            return chance_of_gain(evaluation, stacked_halves(halved))
+            return chance_of_gain(evaluation, halved)
         noise = noise_of([evaluation, *among]) if evaluation.noise is not None else math.inf
         return math.sqrt(2) * noise
 

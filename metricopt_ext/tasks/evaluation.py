@@ -86,10 +86,11 @@ def stacked_halves(evaluations: Sequence[Evaluation]) -> Tensor | None:
 
 
 def stacked_pairs(evaluations: Sequence[Evaluation]) -> Tensor | None:
-    """Return the costs on p pairs of halves, ``n x p x 2``, or None if an evaluation lacks them; p may be 1."""
+    """Return the costs on p pairs of halves, ``n x p x 2``, p the least of them, or None if one lacks them."""
     if not all(each.pairs for each in evaluations):
         return None
-    return torch.tensor([each.costs_on_pairs for each in evaluations], dtype=torch.float64)
+    least = min((len(each.pairs) for each in evaluations), default=0)
+    return torch.tensor([each.costs_on_pairs[:least] for each in evaluations], dtype=torch.float64)
 
 
 def noise_of(evaluations: Sequence[Evaluation | Outcome]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.trajectories import Trajectory
 
 # Points from which on their costs tell how much of what sets them apart is chance; of fewer, all of it may be.
@@ -94,23 +94,24 @@ def correlation_of_halves(halves: Tensor | None) -> float:
     return float(spearmanr(a.numpy(), b.numpy()).statistic)
 
 
-def chance_of_gain(start: Evaluation, elsewhere: Tensor | None) -> float:
+def chance_of_gain(start: Evaluation, elsewhere: Sequence[Evaluation]) -> float:
     """Return the standard deviation of the chance part of a gain over a start, in units of the cost.
 
     A gain on all data is the mean of its two halves' gains. Were it the same everywhere, these would agree: half the
-    root mean square of their difference estimates how far chance moves the mean.
+    root mean square of their difference, over all divisions of the data, estimates how far chance moves the mean.
 
     Args:
         start: The evaluation of the start.
-        elsewhere: Costs on the two halves at points to compare with, ``m x 2``, ideally those that finetuning visits.
+        elsewhere: Those of points to compare with, ideally those that finetuning visits.
 
     Returns:
-        The standard deviation; 0 if the metric does not report halves, as nothing is then known about chance.
+        The standard deviation; 0 if one lacks halves, as nothing is then known about chance.
     """
-    if start.halves is None or elsewhere is None or len(elsewhere) == 0:
+    pairs = stacked_pairs([start, *elsewhere])
+    if pairs is None or not elsewhere:
         return 0.0
-    gains = torch.tensor(start.halves, dtype=torch.float64) - elsewhere
-    return float((gains[:, 0] - gains[:, 1]).square().mean().sqrt() / 2)
+    gains = pairs[0] - pairs[1:]
+    return float((gains[..., 0] - gains[..., 1]).square().mean().sqrt() / 2)
 
 
 def reliability_of(halves: Tensor, lowered: float = 0.0) -> float:

@@ -32,17 +32,24 @@ def test_chance_is_the_standard_error_of_an_accuracys_gain() -> None:
     n, models, changed = 400, 4000, 0.2
     start = np.zeros(n)
     wrong = (rng.random((models, n)) < changed) * rng.choice([-1.0, 1.0], size=(models, n))  # gains cancel on average
-    halves = torch.tensor(np.stack([wrong[:, :200].mean(1), wrong[:, 200:].mean(1)], 1))
-    estimated = chance_of_gain(Evaluation(start.mean(), pairs=((0.0, 0.0),)), halves)
+    halves = np.stack([wrong[:, :200].mean(1), wrong[:, 200:].mean(1)], 1).tolist()
+    elsewhere = [Evaluation(sum(pair) / 2, pairs=((pair[0], pair[1]),)) for pair in halves]
+    estimated = chance_of_gain(Evaluation(start.mean(), pairs=((0.0, 0.0),)), elsewhere)
     assert estimated == pytest.approx(math.sqrt(changed / n), rel=0.05)
 
 
 def test_chance_does_not_count_what_both_halves_gain_and_is_unknown_without_halves() -> None:
-    elsewhere = torch.tensor([[0.1, 0.3], [0.2, 0.4]], dtype=torch.float64)
+    elsewhere = [Evaluation(0.2, pairs=((0.1, 0.3),)), Evaluation(0.3, pairs=((0.2, 0.4),))]
     assert chance_of_gain(Evaluation(0.6, pairs=((0.5, 0.7),)), elsewhere) == pytest.approx(0, abs=1e-15)
     assert chance_of_gain(Evaluation(0.6, pairs=((0.6, 0.6),)), elsewhere) == pytest.approx(0.1)
-    for start, points in ((Evaluation(0.6), elsewhere), (Evaluation(0.6, pairs=((0.5, 0.7),)), None)):
+    for start, points in ((Evaluation(0.6), elsewhere), (Evaluation(0.6, pairs=((0.5, 0.7),)), [Evaluation(0.2)])):
         assert chance_of_gain(start, points) == 0
+
+
+def test_chance_is_the_root_mean_square_over_all_divisions_of_the_data() -> None:
+    start = Evaluation(0.6, pairs=((0.6, 0.6), (0.6, 0.6)))
+    elsewhere = [Evaluation(0.2, pairs=((0.1, 0.3), (0.2, 0.2))), Evaluation(0.4, pairs=((0.1, 0.7), (0.3, 0.5)))]
+    assert chance_of_gain(start, elsewhere) == pytest.approx(math.sqrt((0.2**2 + 0.6**2 + 0.2**2) / 4) / 2)
 
 
 def told(value: Any, first: Any, second: Any) -> list[Evaluation]:
