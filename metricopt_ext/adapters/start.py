@@ -23,11 +23,14 @@ class Start:
             e.g. BatchNorm statistics, or the mean of several trainings' weights.
         settings: Settings of inference to use with it, by name; empty to leave them. They are not part of the model: a
             task's `Settings` apply them, `Adapter.apply` does not.
+        presumed: Whether a search begins from it unless it is surely worse than the model as it was trained; others
+            have to be surely better.
     """
 
     phi: Tensor
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    presumed: bool = False
 
     def __post_init__(self) -> None:
         """Check the types; whether it fits a model is for `Adapter.check`.

@@ -31,7 +31,7 @@ from metricopt_ext.experiment.passes import CountedTask, Passes, counting, notic
 from metricopt_ext.experiment.run_config import STARTS as OFFERED
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent
-from metricopt_ext.methods.constrained import best_of
+from metricopt_ext.methods.guard import chosen_start
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import all_starts, divided
 from metricopt_ext.plain import MESSAGE, plain
@@ -140,7 +140,7 @@ def run_seed(
     if missing or not (folder / STARTS).exists():
         callback.stage("data and model")
         experiment = experiment_type(config, folder, seed, callback)
-        experiment.task = made = counting(experiment.task.with_settings(None))  # but for the rows that tune some
+        experiment.task = made = counting(experiment.task.with_settings(experiment.in_force))  # some rows tune more
         before = made.metric.ledger.spent
         spent = Spent(callback)
         callback.stage("starts")
@@ -150,7 +150,9 @@ def run_seed(
         (starts, lines), fresh = divided(known), _fresh(experiment.task, spent)
         evaluations = {name: fresh.evaluate(start, "starts") for name, start in starts.items()}
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
-        started = Started(starts, best_of(evaluations, limits), len(starts) + asking, evaluations, lines)
+        presumed = [name for name, each in starts.items() if each.presumed]
+        chosen = chosen_start(evaluations, presumed, limits, config.guard.confidence)
+        started = Started(starts, chosen, len(starts) + asking, evaluations, lines)
         opening = Opening(started, now() - began, _passes(made, fresh, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})
         if limits is not None:  # as numbers, as a method may begin from another start than what they are relative to

@@ -77,7 +77,7 @@ def _with_settings(own: Baseline, settings: Callable[[], Settings], confidence: 
 
     def free(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         meter, found = Meter(task), settings()
-        start = replace(started.start, settings=found.first)
+        start = replace(started.start, settings={**found.first, **started.start.settings})
         yield from (meter.reached(start) for _ in budgets)
 
     return {
@@ -182,7 +182,7 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
     def run(task: FinetuneTask, started: Started, budgets: Sequence[int], seed: int) -> Iterator[Reached]:
         for queries in budgets:
             tuned = settings()
-            limited, start = with_budget(task.with_settings(tuned), queries), replace(started.start, settings={})
+            limited, start = with_budget(task.with_settings(tuned), queries), started.start
             meter, first = Meter(limited), started.evaluated.get(started.chosen)
             if first is None or tuned.changed(tuned.first):
                 first, queries = limited.evaluate(start, "settings"), queries - 1
@@ -191,8 +191,7 @@ def tuning_settings(settings: Callable[[], Settings], confidence: float = CONFID
             with started.there(limited):
                 for _ in Evaluating(limited, asking, Callback()).trials():
                     pass
-            kept = stage.best.start.settings if accepted(stage, confidence) else tuned.first
-            yield meter.reached(replace(start, settings=kept))
+            yield meter.reached((stage.best if accepted(stage, confidence) else stage.points[0]).start)
 
     return Baseline(run)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.constrained import Constrained, best_of, decide_within
-from metricopt_ext.methods.guard import CLIMBED, LINE_CONFIDENCE, START_CONFIDENCE, Decision, decide
+from metricopt_ext.methods.constrained import Constrained, decide_within
+from metricopt_ext.methods.guard import CLIMBED, Decision, decide, judge, start_to_keep
 from metricopt_ext.methods.new_classes import KeptShare, kept_share
 from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
@@ -32,6 +32,7 @@ class Began(NamedTuple):
         starts: What it could begin from, by name, the best of lines and tuned settings among them.
         asked: The metric's evaluations of them.
         name: The one that it began from.
+        against: What its end is held against: the model as it was trained, or what is presumed in its place.
         points: All starts that were asked for, those on lines too.
         lines: The t of those that are the best of a line, by name.
     """
@@ -39,6 +40,7 @@ class Began(NamedTuple):
     starts: Mapping[str, Start]
     evaluated: Mapping[str, Evaluation]
     name: str
+    against: str
     points: Sequence[Point]
     lines: Mapping[str, float] = MappingProxyType({})
 
@@ -60,39 +62,38 @@ def decided(
 
     Args are those of `guarded`.
     """
-    candidates, ends = found(began, end, limits)
+    candidates, ends = found(began, end)
 
     def gain_by_f(kept: str) -> float:
         known = began.starts[kept].of_the_same(began.at)  # f is of the model with its tensors
         return end.gain_over(ends[kept]) if known else math.inf
 
-    sure = min(confidence, LINE_CONFIDENCE if began.lines.keys() & candidates.keys() else START_CONFIDENCE)
+    def without_end(those: Mapping[str, Evaluation]) -> Decision:
+        kept = start_to_keep({**those, "search": end.evaluation}, visited, confidence, lines=began.lines)
+        return Decision(kept, judge(those[began.against], those[kept], visited, confidence))
+
     visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
     climbed = CLIMBED[task.metric.combination is not None] * end.climbed
     decision = decide_within(
         limits,
         candidates,
-        lambda those: decide(those, visited, confidence, gain_by_f, climbed, began.lines),
-        lambda those: decide(those, visited, sure, lines=began.lines),
+        lambda those: decide(_in_order(began, those), visited, confidence, gain_by_f, climbed, began.lines),
+        lambda those: without_end(_in_order(began, those)),
     )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
     new = new and (limits is None or limits.hold(candidates[decision.otherwise]))  # or else there is no way back
     return decision, kept_share(end, began.at.phi) if new else None
 
 
-def found(
-    began: Began, end: SearchResult, limits: Limits | None = None
-) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
+def _in_order(began: Began, candidates: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+    """Return what `decide` chooses from: what the end is held against, where the search began, lines, and the end."""
+    names = dict.fromkeys((began.against, began.name, *began.lines, "search"))
+    return {name: candidates[name] for name in names if name in candidates}
+
+
+def found(began: Began, end: SearchResult) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
     """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
-    evaluated, candidates = began.evaluated, {"start": began.evaluated["start"]}
-    fixed = {name: each for name, each in evaluated.items() if name != SETTINGS and name not in began.lines}
-    if began.name == SETTINGS:  # and where they were tuned
-        before = best_of({name: each for name, each in evaluated.items() if name != SETTINGS}, limits)
-        candidates[before] = evaluated[before]
-    if began.lines:
-        best = best_of(fixed, limits)
-        candidates |= {best: evaluated[best], **{name: evaluated[name] for name in evaluated if name in began.lines}}
-    candidates[began.name] = evaluated[began.name]
+    candidates = {name: began.evaluated[name] for name in ("start", began.against, began.name, *began.lines)}
     ends = {name: each.phi for name, each in began.starts.items()}
     return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
@@ -120,7 +121,7 @@ def guarded(
     starts, evaluated, started = began.starts, began.evaluated, began.name
     start, repeats = began.at.phi, task.metric.repeats
     decision, share = decided(task, began, end, confidence, limits)
-    candidates, ends = found(began, end, limits)
+    candidates, ends = found(began, end)
     path = path_of(start, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise
@@ -150,6 +151,7 @@ def guarded(
         starts={name: each.value for name, each in evaluated.items()},
         strengths=dict(began.lines),
         started_at=started,
+        against=began.against,
         fit=fit,
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),

@@ -241,7 +241,7 @@ def _made_of(combination: Combination) -> list[Any]:
 def _identity_of_start(start: Start | StartLine) -> Any:
     if isinstance(start, StartLine):
         return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
-    return [start.digest, dict(start.settings)] if start.settings else start.digest
+    return [start.digest, dict(start.settings), start.presumed] if start.settings or start.presumed else start.digest
 
 
 def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = None) -> Adapter:

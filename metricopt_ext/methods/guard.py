@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.runtime import distributed
+from metricopt_ext.search.visited import ranked
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.words import brief
@@ -29,9 +31,6 @@ Guard = Literal["halves", "repeats", "held-out", "none"]
 
 # How sure the guard must be, one-sided, that a gain is not chance.
 CONFIDENCE = 0.93
-
-# How sure it must be of a start that a search begins from. It is one of few, and was made without asking the metric.
-START_CONFIDENCE = 0.6
 
 # How sure it must be of the best along a line, which is the luckiest of about six points, and moves one number alone.
 LINE_CONFIDENCE = 0.85
@@ -101,8 +100,8 @@ class Decision:
 
     Attributes:
         kept: Its name among the candidates.
-        verdict: What the guard thinks of the best end: over the model as it was trained if that is what it was
-            refused for, or if no start was kept; and else over the start.
+        verdict: What the guard thinks of the best end: over what it is held against if that is what it was refused
+            for, or if no start was kept; and else over the start.
         otherwise: What is kept where the end is not, for other reasons (`kept_share`).
     """
 
@@ -119,39 +118,31 @@ def decide(
     climbed: float = 0.0,
     lines: Collection[str] = (),
 ) -> Decision:
-    """Keep the model as it was trained, the start that a search began from, the best along a line, or the search's end.
+    """Keep the start that a search began from, the best along a line, or the search's end.
 
     What has to be made sure of is that the model is not worse than it was. So the end is held against the model as it
-    was trained. What else to keep is then a choice between changes: the one that is expected to be better is made.
-    Between start and end, or start and line, f knows best, which has smoothed all that was asked; without an f, the
-    gain less its optimism counts. The line's best had few directions to be lucky in: the end must gain on it by both.
+    was trained, or against what is presumed in its place. What else to keep is then a choice between changes: the one
+    that is expected to be better is made. Between start and end, or start and line, f knows best, which has smoothed
+    all that was asked; without an f, the gain less its optimism counts. The line's best had few directions to be lucky
+    in: the end must gain on it by both.
 
     Args:
-        candidates: Evaluations by name: of the model as it was trained, of the start that the search began from unless
-            it is the same, of the best along each line if there are any, and of the search's end.
+        candidates: Evaluations by name: of what the end is held against, of the start that the search began from
+            (`chosen_start`) unless it is the same, of the best along each line if there are any, and of the search's
+            end.
         visited: Those of the points that the end was chosen from.
-        confidence: How sure to be that the end gains on the model as it was trained, at least 0.5 and below 1; of a
-            start at most `START_CONFIDENCE` is asked, of a line's best at most `LINE_CONFIDENCE`.
+        confidence: How sure to be that the end gains on the first, at least 0.5 and below 1; of a line's best at most
+            `LINE_CONFIDENCE` is asked.
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask, as about a start with other tensors.
-        climbed: What of the end's gain on the model as it was trained is optimism at least, as the search would have
+        climbed: What of the end's gain on what it is held against is optimism at least, as the search would have
             gained as much in chance alone (`CLIMBED`). It does not count where what is kept otherwise gains by the
             end's own confidence: then the model is better than it was, and the end is a choice by expectation.
         lines: Names of the candidates that are the best along a line.
     """
     candidates, visited = _with_halves(candidates, visited)
-    trained, *others, end = candidates
-    kept = trained
-    for name in others:
-        sure = min(confidence, LINE_CONFIDENCE if name in lines else START_CONFIDENCE)
-        if not judge(candidates[trained], candidates[name], visited, sure).accepted:
-            continue
-        if kept != trained:
-            ends = predicted(kept), predicted(name)
-            by_f = ends[0] - ends[1] if all(map(math.isfinite, ends)) else math.inf
-            if not _between(candidates[kept], candidates[name], visited, by_f).accepted:
-                continue
-        kept = name
+    trained, *_, end = candidates
+    kept = start_to_keep(candidates, visited, confidence, predicted, lines)
     if kept != trained and judge(candidates[trained], candidates[kept], visited, confidence).accepted:
         climbed = 0.0
     verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), climbed)
@@ -160,6 +151,90 @@ def decide(
     elif verdict.accepted and kept != trained:
         verdict = _between(candidates[kept], candidates[end], visited, predicted(kept))
     return Decision(end if verdict.accepted else kept, verdict, kept)
+
+
+def start_to_keep(
+    candidates: Mapping[str, Evaluation],
+    visited: Sequence[Evaluation],
+    confidence: float = CONFIDENCE,
+    predicted: Callable[[str], float] = lambda kept: math.inf,
+    lines: Collection[str] = (),
+) -> str:
+    """Return the name of what is kept where a search's end is not: where it began, or the best along a line.
+
+    Args are those of `decide`.
+    """
+    trained, *others, _ = candidates
+    kept = next((name for name in others if name not in lines), trained)
+    for name in (each for each in others if each in lines):
+        if not judge(candidates[trained], candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted:
+            continue
+        if kept != trained:
+            ends = predicted(kept), predicted(name)
+            by_f = ends[0] - ends[1] if all(map(math.isfinite, ends)) else math.inf
+            if not _between(candidates[kept], candidates[name], visited, by_f).accepted:
+                continue
+        kept = name
+    return kept
+
+
+def chosen_start(
+    evaluated: Mapping[str, Evaluation],
+    presumed: Collection[str] = (),
+    limits: Limits | None = None,
+    confidence: float = CONFIDENCE,
+    among: Collection[Evaluation] | None = None,
+) -> str:
+    """Return the name of the start that a search begins from: none is taken from another by its value alone.
+
+    One after another, a start is taken if it surely gains on the one before (`surely_gains`); one that is presumed, if
+    the one before does not surely gain on it. What satisfies all constraints comes before what does not.
+
+    Args:
+        evaluated: Evaluations by name, of the model as it was trained first.
+        presumed: Names of those that are presumed (`Start`).
+        limits: The metric's constraints; None without any.
+        confidence: How sure to be, at least 0.5 and below 1.
+        among: What tells chance besides (`surely_gains`); by default all of them.
+    """
+    kept, *others = evaluated
+    among = evaluated.values() if among is None else among
+    for name in others:
+        before, after = evaluated[kept], evaluated[name]
+        (broke, _), (breaks, _) = ranked(before, limits), ranked(after, limits)
+        if broke != breaks:
+            taken = broke
+        elif name in presumed:
+            taken = not surely_gains(after, before, among, confidence)
+        else:
+            taken = surely_gains(before, after, among, confidence)
+        kept = name if taken else kept
+    return kept
+
+
+def surely_gains(
+    before: Evaluation, after: Evaluation, among: Collection[Evaluation], confidence: float = CONFIDENCE
+) -> bool:
+    """Whether what was made without asking the metric gains on another beyond chance; of a plain number any gain does.
+
+    Nothing was chosen for its value, so no part of the gain is optimism. Chance is that of the two's own halves, in all
+    divisions; these may be one, and tell little: so it is no less than what all that was asked says of a gain of this
+    size. Where the metric is undefined on a half of one of the two, nobody is sure.
+
+    Args:
+        before: One evaluation.
+        after: The other.
+        among: Those of everything that was asked.
+        confidence: How sure to be, at least 0.5 and below 1.
+    """
+    gain, told = before.cost - after.cost, [each for each in among if each.pairs]
+    if before.pairs and after.pairs:
+        chance = max(chance_of_gain(before, [after]), _chance_by_size(before, told, gain))
+    elif told:
+        return False
+    else:
+        chance = math.sqrt(2) * noise_of([before, after, *among])
+    return gain > deviates(confidence) * chance
 
 
 def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation], by_f: float) -> Verdict:

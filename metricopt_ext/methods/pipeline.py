@@ -45,16 +45,16 @@ def optimize_metric(
     """Finetune a frozen model's phi for its metric within a number of metric queries.
 
     By default a guided trust-region search learns f from every query and follows it (`GuidedTrustRegion`), from the
-    best of the starts on. A `Recipe` instead learns f from rounds of finetuning: use it for many starts, as each
-    further one then costs a few queries (`tune_start`). `Algorithm1` does so as printed in the paper, and `AlgorithmS1`
-    learns phi's optimizer with f. A direct search (`CMAES`, `GuidedES`) needs no f. In each case the guard has the last
-    word: a change is kept only if its gain exceeds chance, as shown by halves of the metric's data, repeats or
-    ``holdout``. Without any of these the run is unguarded, and says so: the best on the data that the metric sees is
-    kept (`Result.guard`). A start applied before is ignored: continue from it with ``starts={"mine":
-    adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
+    start that surely gains (`guard.chosen_start`). A `Recipe` instead learns f from rounds of finetuning: use it for
+    many starts, as each further one then costs a few queries (`tune_start`). `Algorithm1` does so as printed in the
+    paper, and `AlgorithmS1` learns phi's optimizer with f. A direct search (`CMAES`, `GuidedES`) needs no f. In each
+    case the guard has the last word: a change is kept only if its gain exceeds chance, as shown by halves of the
+    metric's data, repeats or ``holdout``. Without any of these the run is unguarded, and says so: the best on the data
+    that the metric sees is kept (`Result.guard`). A start applied before is ignored: continue from it with
+    ``starts={"mine": adapter.as_start()}``, or `Adapter.merge` it and attach a new adapter.
 
     Processes that have joined (`distributed.joined`), under torchrun or in a process group of your own, each call this
-    with the same arguments: they share the evaluations and rollouts, and all return what one would (docs/scale.md).
+    with the same arguments: they share the evaluations, and all return what one would (docs/scale.md).
 
     After an error, or Ctrl-C at any moment, the model has the phi, modes, hooks and weights that it had before.
 
@@ -103,7 +103,7 @@ def optimize_metric(
         seed=seed,
     )
     runner = runner_of(strategy)
-    if task.settings is not None and not runner.takes_settings:
+    if task.settings is not None and task.settings.queries and not runner.takes_settings:
         raise ValueError(
             f"the task has settings of inference, {and_more(task.settings.names)}, which {type(runner).__name__} does"
             " not tune; search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"

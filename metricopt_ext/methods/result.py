@@ -66,7 +66,8 @@ class Result:
         values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
         strengths: The t of each line's best start (`StartLine`), by name.
-        started_at: The candidate that the search began from, the best of them.
+        started_at: The candidate that the search began from (`guard.chosen_start`).
+        against: The candidate that its end was held against: the model as it was trained, or what is presumed.
         candidates: What the run could begin from.
         verdict: What the guard thinks of the best end.
         fit: f with its held-out quality, and its predictions beside the values found; None without an f.
@@ -118,6 +119,7 @@ class Result:
     _: KW_ONLY
     needed: float | None = None
     guard: Guard
+    against: str = "start"
     strengths: dict[str, float] = field(default_factory=dict)
     kept_share: KeptShare | None = None
     holdout: dict[str, float] = field(default_factory=dict)
@@ -153,7 +155,13 @@ class Result:
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
-            lines.append(f"the search began from {kept(self.started_at)}, the best of the starts ({shown})")
+            how = "the best by its value alone" if self.guard == "none" else "as no other surely gains on it"
+            lines.append(f"the search began from {kept(self.started_at)}, {how} ({shown})")
+            if self.against != "start":
+                lines.append(
+                    f"{kept(self.against)} had no verdict: it is in force, as it is not surely worse than the model as"
+                    " trained, and the end is judged against it"
+                )
         return lines + self.on_search()
 
     def findings(self) -> list[str]:

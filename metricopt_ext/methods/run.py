@@ -11,7 +11,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
 from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.ending import Began, decided, guarded
-from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.guard import CONFIDENCE, chosen_start
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import divided
@@ -88,7 +88,7 @@ class SearchRun:
         self.evaluated: dict[str, Evaluation] = {}
         self.points: list[Point] = []
         self.limits: Limits | None = None  # known with the start
-        self.started = "start"  # where the search begins
+        self.started = self._against = "start"  # where the search begins, and what its end is held against
         self.seed, self._confidence = seed, confidence
         self._fixed = len(self.starts)
         self._least = strategy.least_queries(task.dim, self._fixed)
@@ -111,7 +111,9 @@ class SearchRun:
             self.points.append(Point(name, start, evaluation))
         self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
         yield from self._along_lines()
-        self.started = model = self._best_start()
+        self.started = model = self._begin_at()
+        named = ["start", *(name for name, each in self.starts.items() if each.presumed)]
+        self._against = self._chosen({name: self.evaluated[name] for name in named})
         if self.task.settings is not None:
             yield from self._tune_settings()
         yield from self._searching(model)
@@ -121,33 +123,33 @@ class SearchRun:
         spare = self.planned - held_back(self.strategy, self.task.metric) - self._least
         ranks = {name: ranked(each, self.limits) for name, each in self.evaluated.items()}
         planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks)
-        fixed, bests = list(self.points), list[Point]()
         for name, line in self._lines.items():
             if not planned[name].queries:
                 continue
-            best = min([*fixed, *bests], key=lambda each: ranked(each.evaluation, self.limits)).start
+            best = self.starts[self._chosen(self.evaluated)]
             found = yield from labelled(
                 along_line(name, line, planned[name].queries, self.points, best, base, self.limits), "starts", name
             )
             if found is not None:
-                bests.append(found[0])
-                self._strengths[name] = found[1]
-        for each in bests:
-            self.starts[each.name], self.evaluated[each.name] = each.start, each.evaluation
+                (_, self.starts[name], self.evaluated[name]), self._strengths[name] = found
 
-    def _best_start(self) -> str:
+    def _chosen(self, evaluated: Mapping[str, Evaluation]) -> str:
+        presumed = [name for name in evaluated if self.starts[name].presumed]
+        return chosen_start(evaluated, presumed, self.limits, self._confidence, self.evaluated.values())
+
+    def _begin_at(self) -> str:
         """Return the name of the start that the search begins from.
 
-        That is the best fixed one where a line's best, which is better, differs from it in phi alone: the search knows
-        all of the line, and the guard then judges the whole way from a start that was not chosen among as many. With
-        settings it is the best of all, as they are tuned there.
+        That is a fixed one where a line's best, which is better, differs from it in phi alone: the search knows all of
+        the line, and the guard then judges the whole way from a start that was not chosen among as many. With settings
+        it is the best of all, as they are tuned there.
         """
-        best = best_of(self.evaluated, self.limits)
-        if best not in self._strengths or self.task.settings is not None:
+        best = self._chosen(self.evaluated)
+        if best not in self._strengths or (self.task.settings is not None and self.task.settings.queries):
             return best
         fixed = [name for name in self.evaluated if name not in self._strengths]
         same = {name: self.evaluated[name] for name in fixed if self.starts[name].of_the_same(self.starts[best])}
-        return best_of(same, self.limits) if same else best
+        return self._chosen(same) if same else best
 
     def _tune_settings(self) -> Run[None]:
         """Tune settings at the best of the starts; those that surely gain are a start of their own."""
@@ -308,4 +310,4 @@ class SearchRun:
 
     @property
     def _began(self) -> Began:
-        return Began(self.starts, self.evaluated, self.started, self.points, self._strengths)
+        return Began(self.starts, self.evaluated, self.started, self._against, self.points, self._strengths)

@@ -70,7 +70,7 @@ def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
         raise AdapterError(f"start {name!r}: {error}") from error
     tensors = {key: value.detach().clone() for key, value in start.tensors.items()}
     task.values_of(start.settings)  # refuses what it can't be
-    return Start(start.phi.detach().to(task.origin(), copy=True), tensors, dict(start.settings))
+    return Start(start.phi.detach().to(task.origin(), copy=True), tensors, dict(start.settings), start.presumed)
 
 
 def _check_numbers(start: Start, adapter: Adapter) -> None:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from metricopt_ext.methods.guard import START_CONFIDENCE, judge
+from metricopt_ext.methods.guard import judge
 from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.words import counted
 
-# How sure the guard must be of tuned settings: they are the best of few named candidates, as a start is. At 0.75 and at
-# 0.85 it keeps no more on test, on four tasks, and refuses some that gain (docs/settings.md).
-SETTINGS_CONFIDENCE = START_CONFIDENCE
+# How sure the guard must be of tuned settings, the best of few candidates with names. At 0.75 and at 0.85 it keeps no
+# more on test, on four tasks, and refuses some that gain (docs/settings.md).
+SETTINGS_CONFIDENCE = 0.6
 
 
 @dataclass(frozen=True)

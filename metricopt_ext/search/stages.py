@@ -329,7 +329,8 @@ class SettingsStage:
         self.given_up: list[Start] = []
 
     def _complete(self, start: Start) -> Start:
-        return replace(start, settings=self.settings.complete({**self.settings.first, **start.settings}))
+        values = self.settings.complete({**self.settings.first, **start.settings})
+        return replace(start, settings=values, presumed=False)
 
     @property
     def best(self) -> Point:

@@ -22,10 +22,11 @@ from metricopt_ext.methods.guard import (
     LEAST,
     LINE_CONFIDENCE,
     SHARE,
-    START_CONFIDENCE,
     Verdict,
+    chosen_start,
     decide,
     decide_among,
+    deviates,
     judge,
     judge_held_out,
 )
@@ -221,9 +222,8 @@ def test_the_smaller_of_the_observed_gain_less_its_optimism_and_of_fs_counts(pre
         (50.0, 49.9, "search", "prior"),  # surely above the model as trained, and no worse than the start
         (50.0, 50.0, "prior", "prior"),
         (50.0, 60.0, "prior", "prior"),
-        (99.0, 98.9, "prior", "trained"),  # a start is kept for less than an end
-        (99.9, 99.8, "trained", "trained"),
-        (99.9, 0.0, "search", "trained"),
+        (99.9, 99.8, "prior", "trained"),  # nobody is sure of the end
+        (99.9, 0.0, "search", "prior"),
     ],
 )
 def test_the_end_is_held_against_the_model_as_trained_and_then_the_start(
@@ -268,20 +268,16 @@ LINE_CASES = {
     "not by f": (50.0, 10.0, {"trained": 90.0, LINE: -0.1}, LINE),
     "not by the queries": (50.0, 50.5, {"trained": 90.0, LINE: 1.0}, LINE),
     "nor is it sure": (99.5, 99.9, {"trained": 0.1, LINE: 1.0}, "trained"),
-    "sure for a start alone": (99.3, 99.9, {"trained": 0.1, LINE: 1.0}, "trained"),
     "sure for a line": (98.8, 99.9, {"trained": 0.1, LINE: 1.0}, LINE),
 }
 
 
 @pytest.mark.parametrize(("line", "end", "by_f", "kept"), LINE_CASES.values(), ids=LINE_CASES)
 def test_the_best_along_a_line_is_a_candidate(line: float, end: float, by_f: dict[str, float], kept: str) -> None:
-    """Less than about 1 may be chance at .85, less than .4 at .6."""
+    """Less than about 1 may be chance at .85."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(zip(("trained", LINE, "search"), evaluations([(c, c) for c in (100.0, line, end)]), strict=True))
     assert decide(candidates, visited, CONFIDENCE, by_f.__getitem__, lines={LINE}).kept == kept
-    start = {"trained": candidates["trained"], "prior": candidates[LINE], "search": candidates["search"]}
-    if line == 99.3:
-        assert decide(start, visited, CONFIDENCE, {"trained": 0.1, "prior": 1.0}.__getitem__).kept == "prior"
     sure = judge(candidates["trained"], candidates[LINE], visited, LINE_CONFIDENCE)
     assert (kept in (LINE, "search")) == sure.accepted
 
@@ -314,17 +310,44 @@ def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained(
     assert decide(candidates, visited, CONFIDENCE, predicted, 59).verdict.optimism == pytest.approx(59.0)
 
 
-def test_less_is_asked_of_a_start_than_of_an_end() -> None:
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    trained, better = evaluations([(50.0, 50.0), (49.0, 49.0)])
-    needed = judge(trained, better, visited, START_CONFIDENCE).needed
-    assert needed < 1 < judge(trained, better, visited, 0.99).needed
-    worse = evaluations([(60.0, 60.0)])[0]
-    assert decide({"trained": trained, "prior": better, "search": worse}, visited, 0.99).kept == "prior"
-    assert decide({"trained": trained, "search": better}, visited, 0.99).kept == "trained"
-    little = evaluations([(50 - needed / 2, 50 - needed / 2)])[0]
-    assert decide({"trained": trained, "prior": little, "search": worse}, visited, 0.99).kept == "trained"
-    assert decide({"trained": trained, "prior": little, "search": worse}, visited, 0.5).kept == "prior"
+def start_of(cost: float, *apart: float) -> Evaluation:
+    """A start whose halves, by as many divisions, are so far apart."""
+    return Evaluation(cost, pairs=tuple((cost - each / 2, cost + each / 2) for each in apart))
+
+
+def test_a_start_is_taken_from_another_by_the_guards_confidence_in_all_divisions() -> None:
+    """Half the root mean square of 3 and 4 is 1.768, and the guard needs 1.476 times as much: 2.609."""
+    trained, needed = start_of(50, 0, 0), deviates(CONFIDENCE) * math.sqrt(12.5) / 2
+    for gain, kept in ((needed - 1e-6, "trained"), (needed + 1e-6, "prior")):
+        assert chosen_start({"trained": trained, "prior": start_of(50 - gain, 3, 4)}) == kept
+    lower = {"trained": trained, "prior": start_of(40, 3, 4), "twice": start_of(39, 3, 4)}
+    assert chosen_start(lower) == "twice"  # of which the halves agree with the other's
+    lower["twice"] = start_of(39, -3, 4)
+    assert chosen_start(lower) == "prior"  # though it has the lowest value
+    assert chosen_start(lower, confidence=0.5) == "twice"
+
+
+def test_what_is_presumed_is_taken_unless_it_is_surely_worse() -> None:
+    for loss, kept in ((1.0, "whitened"), (9.0, "trained")):
+        evaluated = {"trained": start_of(50, 0, 0), "whitened": start_of(50 + loss, 3, 4)}
+        assert chosen_start(evaluated, ["whitened"]) == kept
+        assert chosen_start(evaluated) == "trained"
+
+
+def test_of_a_single_division_all_that_was_asked_tells_chance() -> None:
+    """Two starts whose halves agree by luck would leave no chance at all."""
+    trained, lucky = start_of(50, 0), start_of(49, 0)
+    assert chosen_start({"trained": trained, "lucky": lucky}) == "lucky"
+    others = {"bad": start_of(80, 20), "worse": start_of(90, 20)}  # variance 200 for 71 of size
+    assert chosen_start({"trained": trained, "lucky": lucky, **others}) == "trained"
+
+
+def test_of_plain_numbers_and_of_repeats() -> None:
+    assert chosen_start({"trained": Evaluation(50.0), "prior": Evaluation(49.9)}) == "prior"
+    noisy = {"trained": Evaluation(50.0, noise=1.0), "prior": Evaluation(49.0, noise=1.0)}
+    assert chosen_start(noisy) == "trained"
+    noisy["prior"] = Evaluation(47.0, noise=1.0)
+    assert chosen_start(noisy) == "prior"
 
 
 # --- How often it errs -------------------------------------------------------------------------------------------
