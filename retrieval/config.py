@@ -132,6 +132,9 @@ class RetrievalConfig(RunConfig):
     metric: MetricConfig = field(default_factory=MetricConfig)
     shift: ShiftConfig = field(default_factory=ShiftConfig)
     siblings: EmbedderSiblingsConfig | None = field(default=None, metadata=brought_by(*siblings_of("embedders")))
+    # those of RunConfig.starts; with whitening, a PCA whitening of power 1/2 that is in force unless it is surely worse
+    # than the model as trained, the others have it too
+    starts: list[str] = field(default_factory=lambda: ["whitening", "batchnorm"])
     population: int | None = 1  # tasks whose images are embedded together; on a CPU 1 is fastest for convolutions
 
     @classmethod
@@ -174,6 +177,10 @@ class RetrievalConfig(RunConfig):
             raise ConfigError("data.stream=true is for data.name=class_folders")
         if self.data.parts and self.data.last_test:
             raise ConfigError("data.last_test=true is for data.root; data.test is the test part, or half of data.val")
+        if {"whitening", "lda_whitening"} <= {*self.starts}:
+            raise ConfigError(
+                f"starts={self.starts}: a search begins with whitening or with lda_whitening; leave out one"
+            )
         if isinstance(self.metric, OwnMetricConfig):
             self.metric.check()
         if not self.adapter.keep_gib >= 0:

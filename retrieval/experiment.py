@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from metricopt_ext.data.rare import Rare, rare_groups
 from metricopt_ext.data.splits import PARTS, Splits
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.data.variation import jitter
-from metricopt_ext.experiment.baselines import at_start
+from metricopt_ext.errors import AdapterError
 from metricopt_ext.experiment.bootstrap import error_of, jackknife_error, of_groups
 from metricopt_ext.experiment.experiment import Experiment, Subject
-from metricopt_ext.experiment.method import Baseline, Method
+from metricopt_ext.experiment.method import Method
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
+from metricopt_ext.methods.folder import ADAPTER
 from metricopt_ext.methods.soups import Training
 from metricopt_ext.retrieval.build import attach, class_batches, embedder, steps_of, untrained
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.few_classes import FewClasses
+from metricopt_ext.retrieval.judged import Processing
+from metricopt_ext.retrieval.merge_whitening import whitened_layer
 from metricopt_ext.retrieval.metrics import besides, check_ks, check_searched, embedding_metric, try_metric
 from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import batch_metric, build_metric, embed_with
@@ -35,13 +39,12 @@ from metricopt_ext.retrieval.pictures import plot_neighbours, plot_recalls, save
 from metricopt_ext.retrieval.recall import hits_at_k
 from metricopt_ext.retrieval.settings import RetrievalSettings, retrieval_settings
 from metricopt_ext.retrieval.splits import load_splits
-from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.training import TrainingTask
 from metricopt_ext.tasks.batches import Batches
-from metricopt_ext.tasks.inference_file import INFERENCE, load_inference
+from metricopt_ext.tasks.inference_file import INFERENCE, load_inference, save_inference
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.settings import Settings
+from metricopt_ext.tasks.settings import Settings, Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
@@ -52,6 +55,12 @@ from metricopt_ext.utils.words import counted
 
 STATISTICS_BATCH = 256  # images that BatchNorm's statistics are taken of at once
 LEFT_OUT = 20  # groups of test classes that are left out in turn
+# Whitenings that a search begins with, by their start's name. The best powers, or next to them, on six grounds; that
+# within classes sees the labels that the metric is judged on, so what validation says of it is optimistic.
+WHITENINGS: dict[str, Values] = {
+    "whitening": {"whitening": 0.5},
+    "lda_whitening": {"whitening": 0.75, "covariance": "within"},
+}
 FEWEST = 3  # classes: with one of two left out, every image has the other's label
 
 
@@ -60,6 +69,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     config_type = RetrievalConfig
     splits: Splits
+    _deployed: Start | None = None  # what was kept, its whitening merged where it can be
 
     @classmethod
     def describe(cls, config: RetrievalConfig) -> Subject:
@@ -120,23 +130,34 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return task, test
 
     def own_settings(self) -> Settings:
-        """Return retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them.
-
-        Where these are too few for it, and no settings are named, it is left out.
-        """
-        names, x = self.config.named_settings, self.splits.validation.x
-        with config_section("settings.names"):
-            settings = retrieval_settings(self.task.metric, self.test_metric, whiten_on=self.task.metric)
-        width = embed_with(self.task.adapter, self.task.origin(), x[:2]).shape[1]
-        if not names and len(x) <= width:
-            others = [name for name in settings.names if name != "whitening"]
-            if self.seed == self.config.seed:
-                self.callback.say(
-                    f"settings: no whitening, as {len(x)} validation images are too few for {width} dimensions"
-                )
+        """Return retrieval's settings, those that are named or else all; no whitening where images are too few."""
+        names, settings = self.config.named_settings, self._judged_settings
+        if not names and not self._whitens:
+            others = [name for name in settings.names if name not in ("whitening", "covariance")]
             return settings.only(others) if others else settings.limited(queries=0)
         with config_section("settings.names"):
             return settings.only(names) if names else settings
+
+    @cached_property
+    def in_force(self) -> Settings | None:
+        """The settings, none of which is tuned, for a start that whitens; None without any, or of too few images."""
+        named = WHITENINGS.keys() & {*self.config.starts}
+        return self._judged_settings.limited(queries=0) if named and self._whitens else None
+
+    @cached_property
+    def _judged_settings(self) -> RetrievalSettings:
+        """Retrieval's settings; a whitening is fitted on the validation images, as BatchNorm is on them."""
+        with config_section("settings.names"):
+            labelled = [(part.x, part.y) for part in (self.splits.train, self.splits.validation)]
+            return retrieval_settings(self.task.metric, self.test_metric, whiten_on=self.task.metric, labelled=labelled)
+
+    @cached_property
+    def _whitens(self) -> bool:
+        x = self.splits.validation.x
+        width = embed_with(self.task.adapter, self.task.origin(), x[:2]).shape[1]
+        if len(x) <= width and self.seed == self.config.seed:
+            self.callback.say(f"no whitening, as {len(x)} validation images are too few for {width} dimensions")
+        return len(x) > width
 
     def rare(self) -> Rare | None:
         """Return the groups of queries, the classes, of which validation has few examples."""
@@ -151,11 +172,19 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
 
     def start(self, name: str) -> Start | StartLine | None:
         """Return a start by name, or None if it does not apply; see `Experiment.start`."""
-        if name == "whitening":
-            return whitening_start(self.task, self.validation()[0])
-        if name == "lda_whitening":
-            return lda_whitening_start(self.task, self.validation()[0], self.splits.validation.y)
+        if name in WHITENINGS:
+            if self.task.settings is None or not self._whitens:
+                return None
+            return Start(self.task.origin(), settings=WHITENINGS[name], presumed=True)
         return super().start(name)
+
+    def starts(self) -> dict[str, Start | StartLine]:
+        """Return what the settings name; where a whitening is among them, the others have it too, and are named so."""
+        found = super().starts()
+        for name in found.keys() & WHITENINGS.keys():  # one at most
+            whitening = found.pop(name)
+            return {name: whitening, **{f"{name}+{other}": _with(WHITENINGS[name], s) for other, s in found.items()}}
+        return found
 
     def methods(self, resume: bool = False, callback: Callback | None = None) -> dict[str, Method]:
         """Return the usual methods, and the sibling methods that the settings select."""
@@ -178,17 +207,6 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         return Training(
             steps_of(self.config, part, batches), settings.lr, batches=batches, augment=jitter, train=trained
         )
-
-    @classmethod
-    def baselines(cls, config: Any, subject: Experiment[Any] | None = None) -> dict[str, Baseline]:
-        """Return the usual baselines, and whitenings, of models too into which they can't be merged."""
-
-        def whitening(labelled: bool, task: FinetuneTask) -> nn.Module:
-            assert isinstance(subject, RetrievalExperiment)
-            return whitened(task, subject.validation()[0], subject.splits.validation.y if labelled else None)
-
-        more = {"whitening": at_start(partial(whitening, False)), "lda_whitening": at_start(partial(whitening, True))}
-        return {**super().baselines(config, subject), **more}
 
     def label_parts(self) -> LabelParts:
         """Return batches of two thirds of the classes, the metric on the others, and batches of all.
@@ -213,7 +231,8 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         labels, rng, embedded = self.splits.test.y.cpu(), generator(self.seed, "test_error"), []
         for each in (before, after):
             with self.task.adapter.applied(each) as model, evaluating(model):
-                embedded.append(embed_with(self.task.adapter, each.phi, self.splits.test.x))
+                raw = embed_with(self.task.adapter, each.phi, self.splits.test.x)
+                embedded.append(self._processing(each.settings).alone(raw))
         if self.config.metric.name == "recall":
             ks, queries = check_ks(self.config.metric), queries_of(self.splits)
             return recall_error(embedded[0], embedded[1], labels, ks, rng, queries)
@@ -230,17 +249,48 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         parts = classes[torch.randperm(len(classes), generator=rng)].chunk(LEFT_OUT)
         return jackknife_error(change, [torch.isin(labels, part).nonzero().flatten() for part in parts])
 
+    def _processing(self, values: Values) -> Processing:
+        """Return what is done to embeddings that the model as it stands gives, unscaled, with settings of inference."""
+        settings = self.task.settings
+        if isinstance(settings, RetrievalSettings):
+            return settings.processing(self.task.adapter.model, values)
+        return Processing(unscaled=True)
+
+    def save_tuned(self) -> None:
+        """Write the tuned embedder; a whitening is merged into its last linear layer, or else stays a setting."""
+        if self._deployed is None:
+            self._deployed = self._merged()
+        self.task.adapter.apply(self._deployed)
+        super().save_tuned()
+
+    def _merged(self) -> Start:
+        """Return what was kept, its whitening merged; then the adapter and the settings on file are those, too."""
+        adapter, file = self.task.adapter, self.folder / INFERENCE
+        start, settings, values = adapter.as_start(), self.task.settings, load_inference(file) if file.exists() else {}
+        if not isinstance(settings, RetrievalSettings) or not values.get("whitening"):
+            return start
+        try:
+            layer = whitened_layer(adapter, self._processing(values), self.splits.validation.x[:2])
+        except AdapterError as error:
+            self.callback.say(f"the whitening is not merged, but in {INFERENCE}: {error}")
+            return start
+        start = replace(start, tensors={**start.tensors, **layer})
+        adapter.apply(start)
+        (self.folder / ADAPTER).unlink()  # which says that the run has finished: never with both
+        save_inference(file, settings, {**values, "whitening": 0.0})
+        adapter.save(self.folder / ADAPTER)
+        return start
+
     def finish(self) -> None:
         """Write the tuned embedder, the classes of each part and the recalls of the curves, and draw neighbours."""
         super().finish()
         write_json(self.folder / "classes.json", {part: self.splits.classes_of(part) for part in PARTS})
         test, adapter = self.splits.test, self.task.adapter
         with self.as_trained():
-            before = embed_with(adapter, self.task.origin(), test.x)
-        queries, file, augmentation = queries_of(self.splits), self.folder / INFERENCE, 0
-        after = embed_with(adapter, adapter.phi.detach(), test.x)
-        if isinstance(settings := self.task.settings, RetrievalSettings) and file.exists():  # as the table has it
-            after, augmentation = settings.processing(adapter.model, load_inference(file)).searched(after, queries)
+            before = Processing(unscaled=True).alone(embed_with(adapter, self.task.origin(), test.x))
+        queries, file = queries_of(self.splits), self.folder / INFERENCE
+        processing = self._processing(load_inference(file) if file.exists() else {})
+        after, augmentation = processing.searched(embed_with(adapter, adapter.phi.detach(), test.x), queries)
         found = {"pretrained": (before, 0), "metricopt": (after, augmentation)}
         plot_neighbours(test, before, after, self.folder / "neighbours.png", self.seed, queries, augmentation)
         save_recalls(test.y, found, self.folder / "recalls.json", queries)
@@ -262,6 +312,13 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
             build=lambda seed: untrained(config, splits, seed),
         )
         return made.untrained(self.seed) if self._siblings.trains == "scratch" else made
+
+
+def _with(settings: Values, start: Start | StartLine) -> Start | StartLine:
+    """Return a start, or a line of them, with settings of inference."""
+    if isinstance(start, StartLine):
+        return StartLine(lambda t: replace(start.at(t), settings=settings), start.low, start.high, start.first)
+    return replace(start, settings=settings)
 
 
 def recall_error(

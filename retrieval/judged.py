@@ -1,11 +1,12 @@
 """The embeddings that a metric judges: of a model, kept if settings are tuned, and post-processed as these say."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metricopt_ext.errors import DataError
@@ -25,14 +26,16 @@ class Processing(NamedTuple):
     Attributes:
         post: What is done.
         whitening: Of the model that is judged; None if it needs none.
+        unscaled: Whether the embeddings are given before the model's own scaling to length 1, which is done here then.
     """
 
     post: PostProcessing = PostProcessing()
     whitening: Whitening | None = None
+    unscaled: bool = False
 
     def of(self, embeddings: Tensor, queries: Tensor | None = None) -> Tensor:
         """Return embeddings as they are searched; see `post_processed`."""
-        return post_processed(embeddings, self.post, self.whitening, queries)
+        return post_processed(self._scaled(embeddings), self.post, self.whitening, queries)
 
     def searched(self, embeddings: Tensor, queries: Tensor | None) -> tuple[Tensor, int]:
         """Return what is searched, and the ``augmentation`` that `recall_at_k` has yet to do.
@@ -45,7 +48,10 @@ class Processing(NamedTuple):
 
     def alone(self, embeddings: Tensor) -> Tensor:
         """Return the same before any is mixed with its neighbours; see `each_alone`."""
-        return each_alone(embeddings, self.post, self.whitening)
+        return each_alone(self._scaled(embeddings), self.post, self.whitening)
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        return F.normalize(embeddings) if self.unscaled and not self.post.whitening else embeddings
 
 
 class JudgedEmbeddings(Generic[Raw]):
@@ -60,6 +66,7 @@ class JudgedEmbeddings(Generic[Raw]):
         augments: Whether the metric can be judged by a database augmentation.
         models: Returns all models that the embeddings depend on, of the model that is judged.
         whole_inputs: Whether further inputs are embedded all at once, as a dataset.
+        unscaled: Whether ``embed`` leaves out the scaling of a model to length 1 (`Processing`).
     """
 
     def __init__(
@@ -72,12 +79,15 @@ class JudgedEmbeddings(Generic[Raw]):
         augments: bool = True,
         models: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: (model,),
         whole_inputs: bool = False,
+        unscaled: Callable[[nn.Module], bool] = lambda model: False,
     ) -> None:
         self._embed, self._value, self._models, self._whole = embed, value, models, whole_inputs
+        self._unscaled = unscaled
         self._embeddings_of, self._embed_inputs = embeddings_of, embed_inputs
         self.augments = augments
         self._post, self._whiten_on = PostProcessing(), None
         self._kept: KeptOutputs | None = None
+        self._labelled: Sequence[tuple[Any, Tensor]] = ()
         self._number = next(_NUMBERS)  # of the data, which a copy has too
 
     def __call__(self, model: nn.Module) -> Any:
@@ -94,7 +104,9 @@ class JudgedEmbeddings(Generic[Raw]):
         return self._processing(model, self._digest(model))
 
     @contextmanager
-    def processed(self, post: PostProcessing, whiten_on: Any, kept: KeptOutputs) -> Iterator[None]:
+    def processed(
+        self, post: PostProcessing, whiten_on: Any, kept: KeptOutputs, labelled: Sequence[tuple[Any, Tensor]] = ()
+    ) -> Iterator[None]:
         """Post-process what is judged inside the ``with`` block.
 
         Args:
@@ -102,13 +114,14 @@ class JudgedEmbeddings(Generic[Raw]):
             whiten_on: What a whitening is fitted on: inputs, batches of inputs, pairs of such a batch and its labels,
                 or a metric, for the embeddings of its data.
             kept: Keeps what models gave for these metrics and this ``whiten_on``, in memory.
+            labelled: Inputs and their classes, for a covariance within classes.
         """
-        before = self._post, self._whiten_on, self._kept
-        self._post, self._whiten_on, self._kept = post, whiten_on, kept
+        before = self._post, self._whiten_on, self._kept, self._labelled
+        self._post, self._whiten_on, self._kept, self._labelled = post, whiten_on, kept, labelled
         try:
             yield
         finally:
-            self._post, self._whiten_on, self._kept = before
+            self._post, self._whiten_on, self._kept, self._labelled = before
 
     def _digest(self, model: nn.Module) -> str:
         return "" if self._kept is None else self._dependent_on(model)
@@ -121,7 +134,8 @@ class JudgedEmbeddings(Generic[Raw]):
         return " ".join([*digests, circumstances(devices[0] if devices else torch.device("cpu"))])
 
     def _processing(self, model: nn.Module, digest: str) -> Processing:
-        return Processing(self._post, self._whitening(model, digest) if self._post.whitening else None)
+        whitening = self._whitening(model, digest) if self._post.whitening else None
+        return Processing(self._post, whitening, self._unscaled(model))
 
     def _raw(self, model: nn.Module, digest: str) -> Raw:
         if self._kept is None:
@@ -131,7 +145,7 @@ class JudgedEmbeddings(Generic[Raw]):
 
     def _whitening(self, model: nn.Module, digest: str) -> Whitening:
         assert self._kept is not None
-        own, kept = judged_by(self._whiten_on), self._kept
+        own, kept, labelled = judged_by(self._whiten_on), self._kept, self._labelled
 
         def given() -> Tensor:
             batches = [self._whiten_on] if self._whole else _batches(self._whiten_on)
@@ -143,6 +157,12 @@ class JudgedEmbeddings(Generic[Raw]):
         else:
             key = f"{own._dependent_on(model)} embeddings {own._number}"
             found = own._embeddings_of(kept.of(key, lambda: own._embed(model)))
+        if self._post.covariance == "within":
+
+            def parts() -> Whitening:
+                return Whitening.within(*((self._embed_inputs(model, x), y) for x, y in labelled))
+
+            return kept.of(f"{key} within", parts)  # type: ignore[no-any-return]
         whitening: Whitening = kept.of(f"{key} whitening", lambda: Whitening.of(found), by_pass=False)
         return whitening
 

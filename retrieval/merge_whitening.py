@@ -1,14 +1,19 @@
 """A whitening of embeddings, merged into the linear layer that gives them: the model alone then gives them whitened."""
 
+import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.context import Context
 from metricopt_ext.errors import AdapterError
+from metricopt_ext.retrieval.judged import Processing
+from metricopt_ext.retrieval.models import unscaled
 from metricopt_ext.retrieval.post_processing import PostProcessing, Whitening
 from metricopt_ext.utils.modes import evaluating
 
@@ -72,6 +77,42 @@ def merge_whitening(model: nn.Module, whitening: Whitening, post: PostProcessing
             f"Database augmentation is of the gallery, once it is embedded: augmented(gallery, {post.augmentation})."
         )
     return tuple(left)
+
+
+@torch.no_grad()
+def whitened_layer(adapter: Adapter, processing: Processing, example: Tensor) -> dict[str, Tensor]:
+    """Return the tensors, by name, by which the model's last linear layer whitens; the model stays as it is.
+
+    Dimensions that the whitening leaves out are 0.
+
+    Args:
+        adapter: Its model, with phi and what its start replaced, is an `Embedder`.
+        processing: Has the power and this model's whitening, of unscaled embeddings.
+        example: A batch of images.
+
+    Raises:
+        AdapterError: The embeddings are no linear layer's output, or that layer has no bias, which takes the mean.
+    """
+    model = copy.deepcopy(adapter.model)
+    Adapter(model).merge()
+    own = {name: each.clone() for name, each in model.state_dict().items()}
+    assert processing.whitening is not None
+    with unscaled(model):
+        merge_whitening(model, processing.whitening, replace(processing.post, augmentation=0), example)
+    found = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if name not in own:
+            raise AdapterError(
+                f"the last linear layer has no {name.rpartition('.')[2]}, which would take the mean away; make it with"
+                " bias=True, the bias being 0"
+            )
+        if name.rpartition(".")[0] in adapter.layers and not torch.equal(parameter, own[name]):
+            raise AdapterError("phi acts on the last linear layer, too")
+        whole = torch.zeros_like(own[name])
+        whole[: len(parameter)] = parameter.detach()
+        if not torch.equal(whole, own[name]):
+            found[name] = whole
+    return found
 
 
 def _last_linear(model: nn.Module, example: Any, after: str) -> nn.Linear:

@@ -1,6 +1,7 @@
 """Networks that embed images on the unit sphere: a small convolutional net, and any torchvision classifier by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,32 @@ class Embedder(nn.Module):
 
     def __init__(self, trunk: nn.Module, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk, self.scales = trunk, True
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images ``n x c x h x w``, floats in [0, 1] or uint8, to embeddings of length 1, ``n x d``."""
-        return F.normalize(self.trunk(normalised(x, self.mean, self.std)))
+        embeddings: Tensor = self.trunk(normalised(x, self.mean, self.std))
+        return F.normalize(embeddings) if self.scales else embeddings
+
+
+def embedders(model: nn.Module) -> list[Embedder]:
+    """Return the embedders among a model's modules."""
+    return [each for each in model.modules() if isinstance(each, Embedder)]
+
+
+@contextmanager
+def unscaled(model: nn.Module) -> Iterator[None]:
+    """Have an `Embedder` leave its embeddings as its trunk gives them: a whitening of these can be merged into it."""
+    before = {each: each.scales for each in embedders(model)}
+    try:
+        for each in before:
+            each.scales = False
+        yield
+    finally:
+        for each, scales in before.items():
+            each.scales = scales
 
 
 def build_model(

@@ -12,20 +12,22 @@ from metricopt_ext.retrieval.config import MetricConfig
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing
 from metricopt_ext.retrieval.kept_features import KeptFeatures, embed
 from metricopt_ext.retrieval.metrics import Draws, EmbeddingMetric, besides, embedding_metric
+from metricopt_ext.retrieval.models import embedders, unscaled
 from metricopt_ext.siblings.batch_metric import BatchMetric
 from metricopt_ext.tasks.halved import Halved, with_halves
 from metricopt_ext.tasks.metric import Metric
 
 
 def _embed_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
-    return embed(model, x).cpu()
+    with unscaled(model):
+        return embed(model, x).cpu()
 
 
 @torch.no_grad()
 def embed_with(adapter: Adapter, phi: Tensor, x: Tensor) -> Tensor:
-    """Return the embeddings, ``n x d``, that the model with phi computes for images, on the CPU."""
+    """Return the embeddings, ``n x d``, that the model with phi computes for images, unscaled and on the CPU."""
     with adapter.using(phi) as model:
-        return embed(model, x).cpu()
+        return _embed_on_cpu(model, x)
 
 
 def build_metric(
@@ -94,12 +96,17 @@ def build_metric(
 
         return of_model
 
+    def embedded(model: nn.Module) -> Tensor:
+        with unscaled(model):
+            return features.embed(model).cpu()
+
     judging: JudgedEmbeddings[Tensor] = JudgedEmbeddings(
-        lambda model: features.embed(model).cpu(),
+        embedded,
         value,
         embeddings_of=lambda raw: raw,
         embed_inputs=_embed_on_cpu,
         augments=queries is not None or all(each.left_out is not None for each in (metric, *also.values())),
+        unscaled=lambda model: any(embedders(model)),
     )
     return Metric(
         judging,

@@ -12,6 +12,8 @@ from metricopt_ext.retrieval.neighbours import DISTANCES
 from metricopt_ext.retrieval.vectors import NUMBERS, chunks
 from metricopt_ext.utils.checks import check_at_least, check_integer
 
+COVARIANCES = ("all", "within")
+
 POWER = 3.0  # of the cosine similarity, by which a neighbour counts
 
 
@@ -22,6 +24,8 @@ class PostProcessing:
     Attributes:
         whitening: Power p of a PCA whitening, in [0, 1]: each principal component is divided by its standard deviation
             to the power of p. 0 whitens nothing, and rotates nothing; 1 gives all components the variance 1.
+        covariance: Whose principal components these are: ``"all"`` embeddings', or those ``"within"`` classes
+            (`Whitening.within`).
         augmentation: Database augmentation: each gallery item becomes its mean with so many of its nearest neighbours
             in the gallery, weighted by ``similarity ** 3``; 0 for none (Arandjelovic and Zisserman, CVPR 2012).
 
@@ -30,6 +34,7 @@ class PostProcessing:
     """
 
     whitening: float = 0.0
+    covariance: str = "all"
     augmentation: int = 0
 
     def __post_init__(self) -> None:
@@ -38,6 +43,8 @@ class PostProcessing:
         check_at_least(0, whitening=self.whitening)
         if self.whitening > 1:
             raise ValueError(f"whitening is {self.whitening}; it must be from 0 to 1")
+        if self.covariance not in COVARIANCES:
+            raise ValueError(f"covariance is {self.covariance!r}; it must be one of {', '.join(COVARIANCES)}")
 
 
 class Whitening(NamedTuple):
@@ -70,34 +77,47 @@ class Whitening(NamedTuple):
         if not x.isfinite().all():
             raise DataError("a whitening is fitted on finite embeddings, got NaN or infinity")
         mean = x.mean(0)
-        variances, axes = torch.linalg.eigh((x - mean).T @ (x - mean) / (len(x) - 1))
-        variances, axes = variances.flip(0), axes.flip(1)
-        unit = torch.finfo(embeddings.dtype).eps if embeddings.is_floating_point() else torch.finfo(x.dtype).eps
-        # What rounding of the embeddings' numbers makes of an exact 0 in a sum over d of them, and float64's own.
-        rounded = x.shape[1] * unit**2 * (float(variances[0]) + float(mean.square().max()))
-        least = max(rounded, x.shape[1] * torch.finfo(x.dtype).eps * float(variances[0]))
-        rank = int((variances > least).sum())
-        if not rank or float(variances[0]) <= (unit * float(mean.norm())) ** 2:
-            raise DataError(f"a whitening is fitted on embeddings that differ, got {len(x)} that are all the same")
-        return cls(mean, axes[:, :rank], variances[:rank], len(x))
+        return cls._of_covariance(mean, (x - mean).T @ (x - mean) / (len(x) - 1), embeddings.dtype, len(x))
 
     @classmethod
-    def within(cls, embeddings: Tensor, labels: Tensor) -> "Whitening":
-        """Find the principal components of embeddings, ``n x d``, about the means of their classes, ``n`` integers.
+    def within(cls, *parts: tuple[Tensor, Tensor]) -> "Whitening":
+        """Find the principal components of embeddings about the means of their classes, of several parts on average.
 
         Whitened by them at the power of 1, the covariance within classes is the identity: distances are those of linear
-        discriminant analysis in all dimensions (Mikolajczyk & Matas, ICCV 2007, section 3). ``rows`` is n less the
-        number of classes.
+        discriminant analysis in all dimensions (Mikolajczyk & Matas, ICCV 2007, section 3). The mean is the last
+        part's; ``rows`` are the parts' embeddings less their classes.
+
+        Args:
+            parts: Embeddings, ``n x d``, and their classes, ``n`` integers; of other classes each.
 
         Raises:
             DataError: There are not as many labels, or the embeddings of no class differ; or as from `of`.
         """
-        x, (classes, places) = embeddings.detach().cpu().double(), labels.cpu().unique(return_inverse=True)
-        if places.shape != x.shape[:1]:
-            raise DataError(f"there are {len(x)} embeddings, but {len(places)} labels")
-        means = torch.zeros(len(classes), x.shape[1], dtype=x.dtype).index_add_(0, places, x)
-        within = cls.of((x - (means / places.bincount()[:, None])[places]).to(embeddings.dtype))
-        return within._replace(mean=x.mean(0), rows=len(x) - len(classes))
+        covariances, rows = list[Tensor](), 0
+        for embeddings, labels in parts:
+            x, (classes, places) = embeddings.detach().cpu().double(), labels.cpu().unique(return_inverse=True)
+            if places.shape != x.shape[:1]:
+                raise DataError(f"there are {len(x)} embeddings, but {len(places)} labels")
+            means = torch.zeros(len(classes), x.shape[1], dtype=x.dtype).index_add_(0, places, x)
+            apart = x - (means / places.bincount()[:, None])[places]
+            covariances.append(apart.T @ apart / (len(x) - 1))
+            rows += len(x) - len(classes)
+        return cls._of_covariance(x.mean(0), torch.stack(covariances).mean(0), embeddings.dtype, rows)
+
+    @classmethod
+    def _of_covariance(cls, mean: Tensor, covariance: Tensor, dtype: torch.dtype, rows: int) -> "Whitening":
+        """Find the principal components by a mean, ``d``, and a covariance, ``d x d``, of embeddings of a type."""
+        variances, axes = torch.linalg.eigh(covariance)
+        variances, axes = variances.flip(0), axes.flip(1)
+        unit = torch.finfo(dtype).eps if dtype.is_floating_point else torch.finfo(mean.dtype).eps
+        # What rounding of the embeddings' numbers makes of an exact 0 in a sum over d of them, and float64's own in one
+        # over the rows, whose errors grow as a random walk.
+        rounded = len(mean) * unit**2 * (float(variances[0]) + float(mean.square().max()))
+        least = max(rounded, (len(mean) + rows**0.5) * torch.finfo(mean.dtype).eps * float(variances[0]))
+        rank = int((variances > least).sum())
+        if not rank or float(variances[0]) <= (unit * float(mean.norm())) ** 2:
+            raise DataError(f"a whitening is fitted on embeddings that differ, got {rows} that are all the same")
+        return cls(mean, axes[:, :rank], variances[:rank], rows)
 
     def projection(self, power: float) -> Tensor:
         """Return the matrix, ``d x r``, that centred embeddings are multiplied by.

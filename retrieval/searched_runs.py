@@ -13,7 +13,9 @@ from metricopt_ext.retrieval.build import built
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.data import queries_of
 from metricopt_ext.retrieval.evaluation import Search
+from metricopt_ext.retrieval.judged import Processing
 from metricopt_ext.retrieval.kept_features import embed
+from metricopt_ext.retrieval.models import unscaled
 from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.settings import retrieval_settings
 from metricopt_ext.retrieval.splits import load_splits
@@ -67,19 +69,23 @@ def read_run(folder: Path) -> tuple[RetrievalConfig, list[int]]:
 
 def embedded_by(config: RetrievalConfig, splits: Splits, part: str, file: Path) -> Search:
     """Embed a part of a run's data by a seed's model, ``model`` before or ``tuned`` after finetuning."""
-    data, queries, device = getattr(splits, part), queries_of(splits, part), choose_device(config.device)
+    device = choose_device(config.device)
+    splits, queries = splits.to(device), queries_of(splits, part)
+    data = getattr(splits, part)
     name = f"{file.parent.name}/{file.name}"
     model = built(config.model, data.x.shape[1:])
     load_checkpoint(model, file.with_suffix(".safetensors"))
     model.to(device).eval()
-    with torch.no_grad():
-        embeddings = embed(model, data.x.to(device)).cpu()
-    augmentation = 0
+    with torch.no_grad(), unscaled(model):
+        embeddings = embed(model, data.x).cpu()
+    processing = Processing(unscaled=True)
     if file.name == "tuned" and (file.parent / INFERENCE).exists():  # as the run was judged
-        metric = build_metric(config.metric, splits.to(device).validation)
-        settings = retrieval_settings(metric, whiten_on=metric)
-        embeddings, augmentation = settings.processing(model, load_inference(file.parent)).searched(embeddings, queries)
+        metric = build_metric(config.metric, splits.validation)
+        labelled = [(part.x, part.y) for part in (splits.train, splits.validation)]
+        settings = retrieval_settings(metric, whiten_on=metric, labelled=labelled)
+        processing = settings.processing(model, load_inference(file.parent))
+    labels = data.y.cpu()
+    embeddings, augmentation = processing.searched(embeddings, queries)
     if queries is None:
-        return Search(name, (embeddings, data.y), None, augmentation)
-    items = embeddings[~queries], data.y[~queries]
-    return Search(name, (embeddings[queries], data.y[queries]), items)
+        return Search(name, (embeddings, labels), None, augmentation)
+    return Search(name, (embeddings[queries], labels[queries]), (embeddings[~queries], labels[~queries]))

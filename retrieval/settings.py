@@ -1,14 +1,14 @@
 """Settings of retrieval: what embeddings can gain before they are searched, without another weight."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing, judged_by
-from metricopt_ext.retrieval.post_processing import PostProcessing
+from metricopt_ext.retrieval.post_processing import COVARIANCES, PostProcessing
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 from metricopt_ext.utils.kept_outputs import GIB, KeptOutputs
@@ -59,8 +59,13 @@ class RetrievalSettings(Settings):
         )
 
 
-def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> RetrievalSettings:
+def retrieval_settings(
+    *metrics: Metric, whiten_on: Any, labelled: Sequence[tuple[Any, Tensor]] = (), gib: float = GIB
+) -> RetrievalSettings:
     """Return the settings of retrieval: the power of a PCA whitening, and database augmentation.
+
+    A ``covariance`` of ``"within"`` in place of ``"all"`` whitens by that within classes, which takes labels. If these
+    are what the metric is judged on, its value is optimistic: so this is not tuned, but chosen (`Start`).
 
     While they are applied, the metrics judge post-processed embeddings, and a model's embeddings are kept: a query
     that changes settings alone runs no model. The metrics' data, ``whiten_on``, and what ``embed`` uses besides the
@@ -73,6 +78,8 @@ def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> Re
             deployment's own. A batch, or batches as the metric's ``embed`` takes them, or pairs of such a batch and its
             labels; of `trainer_task` a dataset. Never the gallery that is judged, unless you ask for it: give one of
             the metrics, whose embeddings are then used, without a pass of their own.
+        labelled: Inputs, as of ``whiten_on``, and their classes, ``n`` integers, for a covariance within classes:
+            the training data's, say, and the deployment's.
         gib: Most memory that kept embeddings may take, in GiB; at least 0. They are in memory alone, as nothing tells a
             later process what data they are of.
 
@@ -90,7 +97,7 @@ def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> Re
         >>> metric = recall_metric([(x, y)])
         >>> settings = retrieval_settings(metric, whiten_on=torch.randn(100, 4))
         >>> settings.names, list(settings.presets)
-        (('whitening', 'augmentation'), ['augmentation_4', 'augmentation_8'])
+        (('whitening', 'covariance', 'augmentation'), ['augmentation_4', 'augmentation_8'])
         >>> with settings.applied({"whitening": 0.5}):
         ...     cost = metric.cost(torch.nn.Identity(), "example")
     """
@@ -98,7 +105,10 @@ def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> Re
     if not judges:
         raise ValueError("there is no metric; give those that are to be judged by the settings")
     augments = all(each.augments for each in judges)
-    chosen = [Setting("whitening", values=POWERS, default=0.0)]
+    chosen = [
+        Setting("whitening", values=POWERS, default=0.0),
+        Setting("covariance", values=COVARIANCES, default=COVARIANCES[0]),
+    ]
     if augments:
         chosen.append(Setting("augmentation", values=AUGMENTED, default=0))
     kept = KeptOutputs(gib)
@@ -106,9 +116,11 @@ def retrieval_settings(*metrics: Metric, whiten_on: Any, gib: float = GIB) -> Re
     @contextmanager
     def apply(values: dict[str, Value]) -> Iterator[None]:
         post = PostProcessing(**values)  # type: ignore[arg-type]
+        if post.covariance != COVARIANCES[0] and not labelled:
+            raise ValueError(f"covariance is {post.covariance!r}, which takes labels: labelled=[(inputs, classes)]")
         with ExitStack() as stack:
             for judge in judges:
-                stack.enter_context(judge.processed(post, whiten_on, kept))
+                stack.enter_context(judge.processed(post, whiten_on, kept, labelled))
             yield
 
     presets = {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k} if augments else {}

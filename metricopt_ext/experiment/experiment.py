@@ -104,8 +104,7 @@ class Experiment(ABC, Generic[Config]):
         self._charged: list[Counter] = []  # those that a soup's finetunes, which are made once, count in already
         with heard(self.callback.stage):
             self.task, self.test_metric = self.prepare()
-        if config.settings is not None:
-            self.task = self.task.with_settings(self.settings)
+        self.task = self.task.with_settings(self.in_force if config.settings is None else self.settings)
 
     @classmethod
     @abstractmethod
@@ -127,6 +126,11 @@ class Experiment(ABC, Generic[Config]):
 
     def rare(self) -> Rare | None:
         """Return of which groups the metric sees few examples; None where all have enough, or a task has no groups."""
+        return None
+
+    @cached_property
+    def in_force(self) -> Settings | None:
+        """Settings of inference that starts have though none is tuned; None of a task without any."""
         return None
 
     @cached_property

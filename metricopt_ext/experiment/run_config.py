@@ -49,6 +49,7 @@ STARTS = (
     "batchnorm_mixed",
     "em_prior",
     "whitening",
+    "lda_whitening",
     *SOUPS,
 )
 USUAL_STARTS = STARTS[:5]
@@ -81,9 +82,9 @@ class RunConfig:
     # thresholds (of several labels, with outputs in phi: those at which as many train examples
     # are predicted as there are; on where data.kind has them), batchnorm_line (statistics between train's and
     # validation's, where batchnorm is better than the model as it is; on for classifiers). By name also
-    # batchnorm_mixed (three quarters validation's), em_prior (shares by EM), whitening (of embeddings), soup (the mean
-    # of six finetunes of the whole model by a tenth of its training each: 60% more training), and soup_batchnorm and
-    # soup_prior (the same with that besides).
+    # batchnorm_mixed (three quarters validation's), em_prior (shares by EM), whitening and lda_whitening (of
+    # embeddings), soup (the mean of six finetunes of the whole model by a tenth of its training each: 60% more
+    # training), and soup_batchnorm and soup_prior (the same with that besides).
     starts: list[str] = field(default_factory=lambda: list(USUAL_STARTS))
     queries: int = 600  # MetricOpt's metric queries in total
     population: int | None = None  # tasks computed together; null: 16 if that can be done, else 1

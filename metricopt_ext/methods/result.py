@@ -33,6 +33,8 @@ KEPT = {
     "settings": "the tuned settings of inference",
     "learned": "the learned optimizer's end",
     "batchnorm": "BatchNorm re-estimated",
+    "whitening": "whitened embeddings",
+    "lda_whitening": "embeddings whitened within classes",
     "batchnorm_line": "BatchNorm's statistics mixed with the deployment's",
     "prior": "logits adjusted by the priors",
     "prior_twice": "logits adjusted by the priors at twice the strength",

@@ -6,10 +6,14 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.decomposition import PCA
 from torch import nn
+from torch.nn.functional import normalize
 
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
@@ -17,7 +21,7 @@ pytest.importorskip("pytorch_metric_learning")
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.retrieval.config import RetrievalConfig
-from metricopt_ext.retrieval.experiment import RetrievalExperiment
+from metricopt_ext.retrieval.experiment import WHITENINGS, RetrievalExperiment
 from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
 from metricopt_ext.retrieval.named_metric import embed_with
 from metricopt_ext.retrieval.recall import hits_at_k
@@ -36,7 +40,10 @@ def test_the_error_of_a_recalls_difference_is_that_of_whole_classes(tmp_path: Pa
     experiment = RetrievalExperiment(config, tmp_path, 3)
     task, part = experiment.task, experiment.splits.test
     before, after = (Start(phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
-    hits = [hits_at_k(embed_with(task.adapter, each.phi, part.x), part.y, (1,))[1][:, 0] for each in (before, after)]
+    hits = [
+        hits_at_k(normalize(embed_with(task.adapter, each.phi, part.x)), part.y, (1,))[1][:, 0]
+        for each in (before, after)
+    ]
     change = hits[1].astype(float) - hits[0]
     means = [float(change[(part.y == label).numpy()].mean()) for label in part.y.unique()]
     assert len(means) == 5
@@ -60,7 +67,7 @@ def test_the_error_of_another_metric_is_that_of_classes_left_out(tmp_path: Path)
     experiment = RetrievalExperiment(config, tmp_path, 3)
     task, part = experiment.task, experiment.splits.test
     before, after = (Start(phi) for phi in (task.origin(), task.starts(1.0, 0, [0])[0]))
-    first = [embed_with(task.adapter, each.phi, part.x)[:, 0].double() for each in (before, after)]
+    first = [normalize(embed_with(task.adapter, each.phi, part.x))[:, 0].double() for each in (before, after)]
     change = first[1] - first[0]
     rest = [float(change[part.y != label].mean()) for label in part.y.unique()]
     expected = math.sqrt(4 / 5 * sum((each - statistics.mean(rest)) ** 2 for each in rest))
@@ -87,6 +94,45 @@ def test_a_whitening_is_left_out_where_validation_images_are_too_few(tmp_path: P
     assert not any("whitening" in line for line in lines)
     assert tuned("model.embedding=400") == ("augmentation",)
     assert [line for line in lines if "whitening" in line and "too few for 400 dimensions" in line]
+
+
+SPLIT = "data.fractions=[0.3,0.2,0.5]"
+WITHIN = {"whitening": 0.75, "covariance": "within"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"whitening": {"whitening": 0.5}, "whitening+batchnorm": {"whitening": 0.5}}),
+        (["starts=[batchnorm]"], {"batchnorm": {}}),
+        (["starts=[]"], {}),
+        (["starts=[batchnorm,lda_whitening]"], {"lda_whitening": WITHIN, "lda_whitening+batchnorm": WITHIN}),
+        (["model.embedding=400"], {"batchnorm": {}}),  # too few images to whiten
+    ],
+)
+def test_what_a_search_begins_with(overrides: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
+    """A whitening is presumed; what else there is has it too."""
+    made = RetrievalExperiment(load_config(RetrievalConfig, DIGITS, [*TINY, SPLIT, *overrides]), tmp_path, 3)
+    starts = made.starts()
+    assert {name: dict(each.settings) for name, each in starts.items() if isinstance(each, Start)} == expected
+    assert [name for name, each in starts.items() if each.presumed] == [name for name in starts if name in WHITENINGS]
+    for name, each in starts.items():
+        assert bool(each.tensors) == name.endswith("batchnorm")
+        assert not each.phi.any()
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_a_whitening_is_of_validation_images_before_the_embedder_scales_them(part: str, tmp_path: Path) -> None:
+    """Against scikit-learn: components over the root of their deviation, of what the trunk gives, at any phi."""
+    made = RetrievalExperiment(load_config(RetrievalConfig, DIGITS, [*TINY, SPLIT]), tmp_path, 3)
+    task = made.task if part == "validation" else made.task.judged_by(made.test_metric)
+    phi = task.starts(1.0, 0, [0])[0]
+    start, of = replace(made.starts()["whitening"], phi=phi), getattr(made.splits, part)
+    pca = PCA().fit(embed_with(task.adapter, phi, made.splits.validation.x).double().numpy())
+    whitened = pca.transform(embed_with(task.adapter, phi, of.x).double().numpy()) / pca.explained_variance_**0.25
+    expected = hits_at_k(torch.from_numpy(whitened / np.linalg.norm(whitened, axis=1)[:, None]), of.y, (1,))[1].mean()
+    assert task.evaluate(start, "test").value == pytest.approx(expected, abs=2 / len(of))  # what is near in float32
+    assert abs(task.evaluate(Start(phi), "test").value - expected) > 4 / len(of)
 
 
 def divided(values: torch.Tensor) -> list[tuple[float, float]]:

@@ -1,6 +1,7 @@
 """What is done to embeddings: against scikit-learn and loops, each query new, merged into a model, and as a start."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from metricopt_ext.data.halves import class_draws
 from metricopt_ext.errors import AdapterError, DataError
 from metricopt_ext.retrieval.judged import Processing
 from metricopt_ext.retrieval.left_out import LeftOut
-from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitening_layer
-from metricopt_ext.retrieval.models import Conv4, Embedder
+from metricopt_ext.retrieval.merge_whitening import merge_whitening, whitened_layer, whitening_layer
+from metricopt_ext.retrieval.models import Conv4, Embedder, unscaled
 from metricopt_ext.retrieval.post_processing import (
     PostProcessing,
     Whitening,
@@ -31,7 +32,6 @@ from metricopt_ext.retrieval.post_processing import (
     post_processed,
 )
 from metricopt_ext.retrieval.recall import nearest, recall_at_k, recalls_left_out
-from metricopt_ext.retrieval.whitening_start import lda_whitening_start, whitened, whitening_start
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.seeding import generator
@@ -78,15 +78,17 @@ def test_within_classes_distances_are_those_of_scikit_learn_s_discriminant_analy
     labels = torch.randint(7, (90,), generator=rng) * 3  # seven classes, so that none of five dimensions is dropped
     spread = torch.randn(5, 5, generator=rng, dtype=torch.float64)
     x = torch.randn(90, 5, generator=rng, dtype=torch.float64) @ spread + labels[:, None].sqrt() * spread[0]
-    whitening = Whitening.within(x, labels)
+    whitening = Whitening.within((x, labels))
     assert whitening.rows == 90 - 7
     ours = whitening.applied(x, 1.0)
     theirs = torch.from_numpy(LinearDiscriminantAnalysis(solver="eigen").fit(x.numpy(), labels.numpy()).transform(x))
     ratio = torch.cdist(ours, ours)[0, 1:] / torch.cdist(theirs, theirs)[0, 1:]
     torch.testing.assert_close(ratio, ratio[:1].expand(89), rtol=1e-8, atol=0)
     torch.testing.assert_close(ours.mean(0), torch.zeros(5, dtype=torch.float64), rtol=0, atol=1e-9)
-    assert_refused(lambda: Whitening.within(x, labels[1:]), DataError, "90", "89")
-    assert_refused(lambda: Whitening.within(x[:11], torch.arange(11) % 7).applied(x, 1.0), DataError, "whitening", "4")
+    assert_refused(lambda: Whitening.within((x, labels[1:])), DataError, "90", "89")
+    assert_refused(
+        lambda: Whitening.within((x[:11], torch.arange(11) % 7)).applied(x, 1.0), DataError, "whitening", "4"
+    )
 
 
 @pytest.mark.parametrize("rows", [60, 100_000])
@@ -328,61 +330,59 @@ def network(bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5, bias=bias)).double().eval()
 
 
+def embedder(bias: bool = True) -> Embedder:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Flatten(), nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5, bias=bias))
+    return Embedder(trunk).double().eval()
+
+
 @torch.no_grad()
-def test_it_is_the_setting_at_one() -> None:
-    task, x, others = task_of(network()), rand(12, 6, seed=1), rand(60, 6, seed=0)
-    before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
-    plain, whitening = task.adapter.model(x), Whitening.of(task.adapter.model(others))
-    start = whitening_start(task, iter(others.split(20)))
-    assert start.tensors.keys() == {"3.weight", "3.bias"}
-    assert not start.phi.any()
-    with task.adapter.applied(start) as model:
-        found = model(x)
-        spread = torch.cov(model(others).T)
-    torch.testing.assert_close(found, whitening.applied(plain, 1.0), rtol=1e-10, atol=1e-10)
-    of_one = post_processed(plain, PostProcessing(whitening=1.0), whitening)
-    torch.testing.assert_close(nn.functional.normalize(found), of_one, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(spread, torch.eye(5).double(), rtol=0, atol=1e-10)
-    assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
+def test_an_embedder_whitens_by_its_last_layer_as_the_setting_does() -> None:
+    """At any phi; what the start replaces is that layer alone, and the model stays as it is."""
+    model, x = embedder(), rand(60, 1, 2, 3, seed=0)
+    adapter = attach_film(model, dim=3)
+    adapter.set_phi(rand(3, seed=1))
+    before, plain = {name: value.clone() for name, value in model.state_dict().items()}, model(x)
+    with unscaled(model):
+        processing = Processing(HALF, Whitening.of(model(x)), unscaled=True)
+        expected = processing.of(model(x))
+    assert torch.equal(Processing(unscaled=True).of(model.trunk(x)), plain)
+    tensors = whitened_layer(adapter, processing, x[:2])
+    assert tensors.keys() == {"trunk.4.weight", "trunk.4.bias"}
+    with adapter.applied(mo.Start(adapter.phi, tensors)) as whitening:
+        torch.testing.assert_close(whitening(x), expected, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_where_no_layer_can_take_it_the_reason_is_said() -> None:
-    assert_refused(lambda: whitening_start(task_of(network(bias=False)), [rand(60, 6, seed=0)]), AdapterError)
-    images = torch.rand(40, 1, 8, 8, dtype=torch.float64)
-    embedder = task_of(Embedder(Conv4(1, 8, 6, 4)).double().eval())
-    assert_refused(lambda: whitening_start(embedder, [images]), AdapterError, "1")
-    assert_refused(
-        lambda: whitening_start(
-            task_of(nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).double().eval()), [rand(60, 6, seed=0)]
-        ),
-        AdapterError,
-    )
-    assert_refused(lambda: whitening_start(task_of(network()), [rand(5, 6, seed=0)]), DataError)
-    assert_refused(lambda: whitening_start(task_of(network()), []), DataError)
-    assert_refused(
-        lambda: whitening_start(task_of(network()), [(rand(60, 6, seed=0), torch.zeros(60))]), DataError, "0"
-    )
+    x = rand(60, 1, 2, 3, seed=0)
+    last = Embedder(nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.LayerNorm(5))).double().eval()
+    refused = ((embedder(bias=False), None, "bias"), (last, None, "linear"), (embedder(), ["trunk.4"], "phi"))
+    for model, layers, named in refused:
+        adapter = attach_film(model, layers, dim=3)
+        with unscaled(model), torch.no_grad():
+            processing = Processing(HALF, Whitening.of(model(x)), unscaled=True)
+        assert_refused(partial(whitened_layer, adapter, processing, x), AdapterError, named)
 
 
 @torch.no_grad()
-def test_one_within_classes_is_merged_alike() -> None:
-    task, x = task_of(network()), rand(60, 6, seed=0)
-    labels = torch.arange(60) % 4
-    plain = task.adapter.model(x)
-    start = lda_whitening_start(task, x.split(20), labels)
-    with task.adapter.applied(start) as model:
-        found = model(x)
-    torch.testing.assert_close(found, Whitening.within(plain, labels).applied(plain, 1.0), rtol=1e-10, atol=1e-10)
+def test_one_within_classes_is_of_several_parts_on_average() -> None:
+    """Each part's residuals from the means of its classes, by numpy; the mean is the last one's."""
+    x, labels = rand(60, 5, seed=0).double(), torch.arange(60) % 4
+    others, theirs = 2 * rand(40, 5, seed=1).double() + 7, torch.arange(40) % 8
 
+    def covariance(of: Tensor, y: Tensor) -> np.ndarray:
+        apart = np.concatenate([each - each.mean(0) for each in (of[y == label].numpy() for label in y.unique())])
+        return apart.T @ apart / (len(of) - 1)
 
-@torch.no_grad()
-def test_any_model_is_whitened_by_a_layer_behind_it() -> None:
-    task, x = task_of(nn.Sequential(network(), nn.Softmax(1)).eval()), rand(60, 6, seed=0)
-    plain, labels, post = task.adapter.model(x), torch.arange(60) % 4, PostProcessing(whitening=1.0)
-    for given, whitening in ((None, Whitening.of(plain)), (labels, Whitening.within(plain, labels))):
-        model = whitened(task, x.split(20), given)
-        torch.testing.assert_close(model(x), post_processed(plain, post, whitening), rtol=1e-8, atol=1e-8)
-    assert torch.equal(task.adapter.model(x), plain)
+    found = Whitening.within((others, theirs), (x, labels))
+    variances = np.linalg.eigvalsh((covariance(x, labels) + covariance(others, theirs)) / 2)[::-1]
+    np.testing.assert_allclose(found.variances.numpy(), variances, rtol=1e-10)
+    assert torch.equal(found.mean, x.mean(0))
+    assert found.rows == 60 - 4 + 40 - 8
+    alone = Whitening.within((x, labels)).applied(x, 1.0).numpy()
+    np.testing.assert_allclose(covariance(torch.tensor(alone), labels), np.eye(5), atol=1e-10)
+    assert_refused(lambda: Whitening.within((x, labels[1:])), DataError, "60", "59")
 
 
 def test_what_is_searched_is_mixed_but_where_embeddings_search_each_other() -> None:

@@ -102,7 +102,7 @@ def test_augmentation_makes_every_query_new() -> None:
     told = recalls_left_out(x, y, KS, class_draws(y, 0), 4, "l2")
     assert found == Evaluation(told, pairs=told.halves, sign=metric.sign)  # type: ignore[arg-type]
     values = settings.complete({"whitening": 1.0, **settings.presets["augmentation_8"]})
-    assert values == {"whitening": 1.0, "augmentation": 8}
+    assert values == {"whitening": 1.0, "covariance": "all", "augmentation": 8}
 
 
 def test_of_a_gallery_alone() -> None:
@@ -122,7 +122,7 @@ def test_of_a_gallery_alone() -> None:
 def test_what_a_metric_can_t_be_judged_by_is_refused() -> None:
     x, y = examples(0)
     metric = build_metric(MetricConfig("r_precision"), Split(x, y))
-    assert retrieval_settings(metric, whiten_on=x).names == ("whitening",)
+    assert retrieval_settings(metric, whiten_on=x).names == ("whitening", "covariance")
     queries = build_metric(MetricConfig("r_precision"), Split(x, y), queries=torch.arange(N) < 40)
     assert retrieval_settings(queries, whiten_on=x).presets == {
         "augmentation_4": {"augmentation": 4},
@@ -228,7 +228,7 @@ def test_a_tester_s_metric(gallery: bool) -> None:
     )
     plain = task.metric.evaluate(trunk, "test")
     settings = retrieval_settings(task.metric, whiten_on=data["train"])
-    assert (settings.names, settings.presets) == (("whitening",), {})
+    assert (settings.names, settings.presets) == (("whitening", "covariance"), {})
     for _ in range(2):
         with settings.applied({"whitening": 0.5}):
             found = task.metric.evaluate(trunk, "test")

@@ -201,7 +201,7 @@ def test_configs_can_be_run(file: Path) -> None:
     subject.check()
     config.plan.check(experiment.baselines(subject))
     assert experiment.describe(subject).metric
-    assert config.seed in (810, 31100)  # nothing was chosen on seeds from there on
+    assert config.seed in (810, 31100, 31600)  # nothing was chosen on seeds from there on
 
 
 def test_joining_takes_comparisons_alone(tmp_path: Path) -> None:

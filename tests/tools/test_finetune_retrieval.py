@@ -29,6 +29,7 @@ from metricopt_ext.retrieval.named_loss import build_loss
 from metricopt_ext.retrieval.named_metric import build_metric
 from metricopt_ext.retrieval.splits import load_splits
 from metricopt_ext.siblings.ala.loss_policy import load_loss_policy
+from metricopt_ext.tasks.inference_file import load_inference
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tools import finetune_retrieval as tool
 from metricopt_ext.utils.config import load_config
@@ -339,6 +340,21 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
         assert bool(torch.equal(before["trunk.head.weight"], trained["trunk.head.weight"])) == (trains == "phi")
         moved = (trained["trunk.head.weight"] - before["trunk.head.weight"]).abs().max()
         assert (moved > 0.07) == (trains == "scratch")  # six steps of Adam at 0.01 reach no further
+
+
+@pytest.mark.slow
+def test_a_whitening_that_is_kept_is_merged_and_no_setting_then(tmp_path: Path) -> None:
+    """The first query is the model as trained, the second whitened; the tuned model has it in its last layer alone."""
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, "queries=20")
+    folder = tmp_path / "run" / "seed-0"
+    asked = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if '"value"' in line]
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["methods"]["pretrained"]["validation"] == [asked[0]["value"]]
+    assert [each.get("settings", {}).get("whitening") for each in asked[:3]] == [None, 0.5, 0.5]
+    assert ["replaced" in each for each in asked[:3]] == [False, False, True]
+    before, after = load_file(folder / "model.safetensors"), load_file(folder / "tuned.safetensors")
+    assert load_inference(folder) == {"whitening": 0.0, "covariance": "all", "augmentation": 0}
+    assert not torch.equal(before["trunk.head.weight"], after["trunk.head.weight"])
 
 
 @pytest.mark.slow
