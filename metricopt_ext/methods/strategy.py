@@ -14,7 +14,6 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.checks import check_instance
 from metricopt_ext.utils.words import brief
 
@@ -42,14 +41,6 @@ class Context:
     confidence: float = CONFIDENCE
     seed: int = 0
     starts: Mapping[str, Start | StartLine] = field(default_factory=dict)
-
-    def retell(self, task: FinetuneTask, store: TrajectoryStore) -> None:
-        """Book the queries of trajectories on file, which are not collected again, and tell of them, from the log."""
-        log = task.metric.log
-        self.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
-        for trajectory in store:
-            for phi in trajectory.observed_phi.to(task.origin()):
-                task.evaluate(phi, "collect")
 
 
 class LearningStrategy(ABC):

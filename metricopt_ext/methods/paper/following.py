@@ -70,7 +70,11 @@ class TrajectoryLearner(LearningStrategy):
         """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
         with context.folder.counted(context.task, context.queries) as task:
             store, ledger = context.folder.trajectories, task.metric.ledger
-            context.retell(task, store)
+            log = task.metric.log
+            context.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
+            for trajectory in store:  # its queries are booked, and told of, from the log
+                for phi in trajectory.observed_phi.to(task.origin()):
+                    task.evaluate(phi, "collect")
             fit, learned = self.learn(task, store, context)
             before = ledger.spent
             tuned = self.tuned(task, fit, learned, context)

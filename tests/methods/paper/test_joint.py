@@ -230,20 +230,18 @@ def test_bad_settings(name: str, value: Any, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("sees_metric", [True, False])
-def test_every_query_is_counted(quadratic: Callable[..., Any], sees_metric: bool, tmp_path: Path) -> None:
+def test_every_query_is_counted_by_its_purpose(
+    quadratic: Callable[..., Any], sees_metric: bool, tmp_path: Path
+) -> None:
     settings, task = replace(QUICK, sees_metric=sees_metric), quadratic(3)
     per_start = 3 + 2 * sees_metric
-    assert settings.start_queries == per_start
     result = optimize_metric(
         task, queries=2 * 6 + per_start + 5, strategy=settings, output_dir=tmp_path, callback=Callback()
     )
     assert result.rule is not None
     assert result.fit is not None
-    spent = {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
-    assert result.queries == task.metric.ledger.spent_on == spent
-    assert task.queries == sum(spent.values())
-    assert result.queries_per_start == per_start
-    assert torch.equal(result.path[-1], result.ends["learned"])
+    assert result.queries == {"collect": 12, **({"meta_test": 2} if sees_metric else {}), "guard": 3}
+    assert result.queries_per_start == settings.start_queries == per_start
     kept = load_update_rule(tmp_path / "update_rule.safetensors")
     assert torch.equal(kept.weights, result.rule.weights)
     f = load_value_function(tmp_path / "value_function.safetensors")
