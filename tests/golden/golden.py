@@ -5,9 +5,10 @@
 
 Each ground is a command of a tool at small size, run with the instructions that every x86-64 processor has and on one
 thread. golden.json keeps the metric that it reaches, a digest of the points that it asks the metric for, and the
-seconds of a processor. With the versions that it was frozen with, check compares both exactly; else the metric alone,
-within the ground's tolerance. Freezing also runs each ground with AVX2, to see how far rounding alone carries the
-metric. METRICOPT_GOLDEN_DATA=FOLDER holds what no package brings: the folders a9a and omniglot.
+seconds of a processor. With the versions that it was frozen with, on a processor of the same maker, check compares both
+exactly; else the metric alone, within the ground's tolerance. Freezing also runs each ground with AVX2, to see how far
+rounding alone carries the metric. METRICOPT_GOLDEN_DATA=FOLDER holds what no package brings: the folders a9a and
+omniglot.
 """
 
 import argparse
@@ -161,7 +162,14 @@ def seconds() -> float:
 
 
 def versions() -> dict[str, str]:
-    return {"machine": platform.machine(), **{name: version(name) for name in PACKAGES}}
+    return {"machine": f"{platform.machine()} {maker()}", **{name: version(name) for name in PACKAGES}}
+
+
+def maker() -> str:
+    """The processor's maker: another's rounds otherwise in the last place, whichever instructions it is held to."""
+    told = Path("/proc/cpuinfo")
+    found = re.search(r"vendor_id\s*:\s*(\S+)", told.read_text()) if told.exists() else None
+    return found[1] if found else "unknown"
 
 
 def away(found: dict[str, list[float]], others: dict[str, list[float]]) -> float:
