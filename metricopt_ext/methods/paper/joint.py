@@ -22,10 +22,11 @@ from metricopt_ext.methods.paper.following import (
     finetune,
     guarded,
 )
+from metricopt_ext.methods.paper.objective import LearnedObjective, combine, gradient_samples
 from metricopt_ext.methods.paper.recipe import gaussian_process_labels
 from metricopt_ext.methods.strategy import Context
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.learned import LearnedObjective, UpdateRule, combine, gradient_samples, unroll
+from metricopt_ext.search.learned import UpdateRule, unroll
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask

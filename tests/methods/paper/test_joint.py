@@ -18,7 +18,8 @@ from metricopt_ext import (
 )
 from metricopt_ext.methods.paper.following import FRESH
 from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1
-from metricopt_ext.search.learned import LearnedOptimizer, combine, load_update_rule, unroll
+from metricopt_ext.methods.paper.objective import combine
+from metricopt_ext.search.learned import LearnedOptimizer, load_update_rule, unroll
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.value.observations import Observations

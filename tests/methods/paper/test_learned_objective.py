@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.search.learned import LearnedObjective
+from metricopt_ext.methods.paper.objective import LearnedObjective
 
 
 def positive(*shape: int, seed: int = 1) -> Tensor:
