@@ -99,15 +99,15 @@ def _show(experiment: type[Experiment[Any]], config: RunConfig, at_once: int, wo
     with TemporaryDirectory() as own, num_threads(config.threads):
         cut.stage(f"data and model, with at most {TRAINING:g} seconds of training")
         began = now()
-        made = experiment(replace(config, starts=[]), Path(own), config.seed, cut)  # starts are for the search alone
+        quick = [name for name in config.starts if name not in ("loss_finetune", *SOUPS)]
+        made = experiment(replace(config, starts=quick), Path(own), config.seed, cut)
         prepared, task, rare = now() - began + cut.left_out, made.task, made.rare()
         config.check_queries(task.dim)
         methods = list(made.methods())
         check_known(methods)
         strategy = config.build_strategy()
         cut.stage("its starts")
-        found_starts = {name: made.start(name) for name in config.starts if name not in ("loss_finetune", *SOUPS)}
-        found_starts["start"] = Start(task.origin())
+        found_starts = {"start": Start(task.origin()), **made.starts()}
         plan, work = planned(strategy, config, task.dim, task.at_once, found_starts, task.adapter.base_state_dict())
         cut.stage(f"a loss step of 1 and of {work.width} phi, and an evaluation on validation")
         one, wide, query = _probe(task, work.width, config.seed)
@@ -194,16 +194,18 @@ def planned(
         return rows, Work(queried, ends * strategy.steps, wide, min(tasks, population))
     fixed, lines = divided({name: start for name, start in (found or {}).items() if start is not None})
     soups = [name for name in config.starts if name in SOUPS]
-    starts = 1 + len(fixed.keys() - {"start"}) + len(soups) + ("loss_finetune" in config.starts)
+    trained = [name for name in config.starts if name == "loss_finetune" or name in SOUPS]
+    starts = 1 + len(fixed.keys() - {"start"}) + len(trained)
     spare = config.queries - strategy.least_queries(dim, starts)
     planned = planned_lines(lines, fixed, config.queries, spare, base or {})
     along = sum(each.queries for each in planned.values())
-    on_lines = sum(len(each.holds) for each in planned.values() if each.queries)
+    held = {name for each in planned.values() if each.queries for name in each.holds}
+    named = ["the model as trained", *(name for name in fixed if name != "start" and name not in held), *trained]
     left = config.queries - starts - along - 1  # the end is a query of its own
     design = min(strategy.design_size(dim), left)
     batches = math.ceil((left - design) / strategy.batch)
     rows = [
-        ("starts", f"{starts - on_lines}, a query each"),
+        ("starts", f"{len(named)}, a query each: {', '.join(named)}"),
         *((f"the line {name}", _along(each)) for name, each in planned.items()),
         ("design", f"{counted(design, 'query')} around the best start"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),

@@ -174,7 +174,7 @@ def test_the_plan_of_a_line_is_what_a_search_asks(
     strategy = config.build_strategy()
     rows, work = planned(strategy, config, 4, 1, {"prior_line": line})
     assert [what for name, what in rows if name != "batches"] == [
-        "1, a query each",
+        "1, a query each: the model as trained",
         f"{along} queries" if along else "left out, as there are too few queries",
         f"{min(4, queries - 2 - along)} queries around the best start",
     ]
