@@ -100,10 +100,12 @@ class RunFolder:
         """Keep other processes from writing to the folder inside the ``with`` block, even if it was left before.
 
         Raises:
-            FileFormatError: Another process writes to it now.
+            FileFormatError: Another process writes to it now, or it was removed.
         """
         with ExitStack() as again:
             if self.path is not None and self._left:
+                if not self.path.is_dir():
+                    raise FileFormatError(f"{self.path} was removed since it was left; search again in a new folder")
                 self._check_held = again.enter_context(sole_writer(self.path))
             yield
 
@@ -240,7 +242,7 @@ def _made_of(combination: Combination) -> list[Any]:
 
 def _identity_of_start(start: Start | StartLine) -> Any:
     if isinstance(start, StartLine):
-        return [start.low, start.high, *start.first, *(each.digest for each in start.ends)]
+        return [start.low, start.high, *start.first, *map(_identity_of_start, start.ends)]
     return [start.digest, dict(start.settings), start.presumed] if start.settings or start.presumed else start.digest
 
 
