@@ -30,8 +30,6 @@ SUFFIXES = (
     *(".tiff", ".webp"),
 )
 
-# What systems put into folders, besides hidden files.
-
 
 def load_image_folder(
     root: str | os.PathLike[str],

@@ -1,4 +1,4 @@
-"""The processes of a run under torchrun, its ranks: they share the evaluations and rollouts, and end with one result.
+"""The processes of a run under torchrun, its ranks: they share the evaluations, and end with one result.
 
 All ranks run the same program. What costs time is dealt among them by `each`, what must not be done twice is left to
 the first by `on_first`; both return the same on every rank, so that all go on alike. A single process runs the same
