@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.training import train_supervised
-from metricopt_ext.errors import BudgetError, FileFormatError
+from metricopt_ext.errors import FileFormatError
 from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
@@ -28,12 +28,13 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator, seeded_streams
-from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief, counted
 
 KINDS = ("uniform", "greedy")
 APART = 0.5  # by so much of it, the average's loss may exceed the worst ingredient's
 FINETUNE, FINETUNES = "metricopt_ext.finetune", "finetunes.json"  # a finetune's kind of file, and what all depend on
+
+Augment = Callable[[Any, torch.Generator], Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Training:
     _: KW_ONLY
     batches: Batches | None = None
     rebalanced: Batches | None = None
-    augment: Callable[[Any, torch.Generator], Any] | None = None
+    augment: Augment | None = None
     train: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
@@ -157,126 +158,103 @@ def soup_starts(
         >>> starts = mo.soup_starts(task, sorted(Path("out").glob("model_0*.pth")))  # doctest: +SKIP
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """
-    files = _check(task, checkpoints, finetunes, kinds, training, share)
+    if (checkpoints is None) == (finetunes == 0):
+        raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
     if recalibrate is not None and not has_batchnorm(task.adapter.model):
         warnings.warn("recalibrate changes nothing, as the model keeps no BatchNorm statistics", stacklevel=2)
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
     with ExitStack() as temporary:
-        soup = _Soup(task, CheckpointReader(task.adapter.model, entry), recalibrate)
-        if training is not None and checkpoints is None:
+        if checkpoints is not None:
+            files = _given(checkpoints)
+        else:
+            check_integer(2, finetunes=finetunes)
             folder = Path(output_dir or temporary.enter_context(tempfile.TemporaryDirectory()))
             files = [folder / f"finetune-{number}.safetensors" for number in range(finetunes)]
+        queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
+        task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
+        soup = _Soup(task, entry, recalibrate)
+        if checkpoints is None:
             distributed.only_first(partial(_finetune, files, task, training, share, seed, tell))
         found = {"uniform": soup.uniform(files)}  # which reads, and so checks, all before a query is asked
         if "greedy" in kinds:
-            tell(f"greedy soup: {counted(len(files) * task.metric.repeats, 'query')}, of an average each")
+            tell(f"greedy soup: {counted(queries, 'query')}, of an average each")
             found["greedy"] = soup.greedy()
     return {f"{kind}_soup": found[kind] for kind in kinds}
 
 
-def _check(
-    task: FinetuneTask,
-    checkpoints: Sequence[str | Path] | None,
-    finetunes: int,
-    kinds: Sequence[str],
-    training: Training | None,
-    share: float,
-) -> list[Path]:
-    """Check what a soup is asked for; return the given files."""
-    files: list[Path] = []
-    if (checkpoints is None) == (finetunes == 0):
-        raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
-    if checkpoints is None:
-        check_integer(2, finetunes=finetunes)
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share}; it must be above 0 and at most 1, of the training's steps")
-        if training is None:
-            raise ValueError("finetunes need training=Training(steps, lr), as the model was trained")
-    else:
-        given = list(checkpoints)
-        if isinstance(checkpoints, str | Path) or not all(isinstance(each, str | Path) for each in given):
-            raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of files, as torch.save writes")
-        files = [Path(each) for each in given]
-        if len(set(files)) < max(2, len(files)):
-            raise ValueError(f"checkpoints is {brief(given)}; an average is of two or more files, each named once")
-    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
-        raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
-    queries = task.metric.repeats * (len(files) or finetunes) if "greedy" in kinds else 0
-    if queries > task.metric.ledger.left:
-        raise BudgetError(
-            f"a greedy soup takes {counted(queries, 'query')}, {task.metric.ledger.left} left in the metric's own"
-            " budget; set kinds=['uniform']"
-        )
+def _given(checkpoints: Sequence[str | Path]) -> list[Path]:
+    """Return the files to average.
+
+    Raises:
+        ValueError: They are no list of two or more, each named once.
+    """
+    several = not isinstance(checkpoints, str | Path) and all(isinstance(each, str | Path) for each in checkpoints)
+    files = [Path(each) for each in checkpoints] if several else []
+    if len(set(files)) < max(2, len(files)):
+        raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more files, each once")
     return files
 
 
 def _finetune(
-    files: Sequence[Path], task: FinetuneTask, training: Training, share: float, seed: int, say: Callable[[str], object]
+    files: Sequence[Path],
+    task: FinetuneTask,
+    training: Training | None,
+    share: float,
+    seed: int,
+    say: Callable[[str], object],
 ) -> None:
     """Write finetunes of copies of a task's whole model, but for those that are on file.
 
     Raises:
-        ValueError: Nothing in the model can be trained, or there is nothing to train it by.
+        ValueError: The share is out of range, nothing in the model can be trained, or there is nothing to train it by.
         FileFormatError: The folder is of other finetunes.
     """
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share}; it must be above 0 and at most 1, of the training's steps")
+    if training is None:
+        raise ValueError("finetunes need training=Training(steps, lr), as the model was trained")
     base = Adapter(copy.deepcopy(task.adapter.model)).remove()
     if not any(parameter.requires_grad for parameter in base.parameters()):
         raise ValueError(f"no parameter of {type(base).__name__} requires a gradient, so that it can't be finetuned")
-    given = training.batches or task.batches
-    if given is None or (training.train is None and task.loss is None):
+    usual = training.batches or task.batches
+    if usual is None or (training.train is None and task.loss is None):
         raise ValueError("finetunes need a loss and batches, and the task has none; give it loss= and batches=")
-    steps = training.share_of(share)
+    folder, steps = files[0].parent, training.share_of(share)
+    if not (folder / FINETUNES).exists() and any(file.exists() for file in files):
+        raise FileFormatError(f"{folder} has finetunes but no {FINETUNES}, which tells of what; use another folder")
+    rebalances, augments = training.rebalanced is not None, training.augment is not None
     depends: dict[str, Any] = {"seed": seed, "steps": steps, "lr": training.lr, FIRST_LOSS: task.first_loss(0)}
-    depends |= {"rebalanced": training.rebalanced is not None, "augmented": training.augment is not None}
-    folder = files[0].parent
+    depends |= {"rebalanced": rebalances, "augmented": augments, "base": fingerprint(base.state_dict())}
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / FINETUNES).exists() and (others := [each.name for each in files if each.exists()]):
-        raise FileFormatError(
-            f"{folder} holds {others[0]} without {FINETUNES}, which tells what it is of; use another folder"
-        )
-    claim(folder / FINETUNES, {**depends, "base": fingerprint(base.state_dict())})
+    claim(folder / FINETUNES, depends)
     on_file = [file for file in files if file.exists() and read_tensors(file, FINETUNE)]  # which refuses a damaged one
-    if len(on_file) < len(files):
-        kept = f"; {len(on_file)} of them are on file" if on_file else ""
-        passes = len(files) * steps
-        say(
-            f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each: {passes}"
-            f" passes of a batch, there and back, {passes / training.steps:.0%} of the training's"
-            f" {training.steps}{kept}"
-        )
-    possible = (
-        Variant(each.rate, each.rebalanced and depends["rebalanced"], each.augmented and depends["augmented"])
-        for each in VARIANTS
+    say(
+        f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each, together"
+        f" {len(files) * steps / training.steps:.0%} of its training; {len(on_file)} of them are on file"
     )
+    possible = (Variant(rate, other and rebalances, more and augments) for rate, other, more in VARIANTS)
     unlike = list(dict.fromkeys(possible))  # beyond these, the same with other seeds
     for number, file in enumerate(files):
         if file in on_file:
             continue
         model, variant = copy.deepcopy(base), unlike[number % len(unlike)]
-        batches = training.rebalanced if variant.rebalanced and training.rebalanced is not None else given
+        batches = (variant.rebalanced and training.rebalanced) or usual
         if variant.augmented and training.augment is not None:
-            batches = _augmented(batches, training.augment)
+            batches = partial(_augmented, batches, training.augment)
         drawn = generator(seed, "soup", number).initial_seed() % 2**31
+        how: dict[str, Any] = {"steps": steps, "lr": variant.rate * training.lr, "seed": drawn}
         with seeded_streams(drawn, next(model.parameters()).device):
             if training.train is not None:
-                training.train(model, batches, steps=steps, lr=variant.rate * training.lr, seed=drawn)
+                training.train(model, batches, **how)
             elif task.loss is not None:
-                train_supervised(model, task.loss, batches, steps=steps, lr=variant.rate * training.lr, seed=drawn)
+                train_supervised(model, task.loss, batches, **how)
         write_tensors(file, model.state_dict(), FINETUNE, variant._asdict())
 
 
-def _augmented(batches: Batches, augment: Callable[[Any, torch.Generator], Any]) -> Batches:
-    def drawn(seed: int, task: int, step: int) -> Any:
-        return augment(batches(seed, task, step), generator(seed, "soup augmentation", task, step))
-
-    return drawn
-
-
-class Mean(NamedTuple):
-    """The sums in float64 of so many models' tensors; of what is no floating number, the first's."""
-
-    sums: Mapping[str, Tensor]
-    models: int
+def _augmented(batches: Batches, augment: Augment, seed: int, task: int, step: int) -> Any:
+    return augment(batches(seed, task, step), generator(seed, "soup augmentation", task, step))
 
 
 class _Soup:
@@ -284,26 +262,27 @@ class _Soup:
 
     Args:
         task: The task.
-        reader: Reads files.
+        entry: The state dict's key in each file, or None.
         recalibrate: Inputs for BatchNorm's statistics, or None.
     """
 
-    def __init__(self, task: FinetuneTask, reader: CheckpointReader, recalibrate: Iterable[Any] | None) -> None:
-        self.task, self.reader, self.floating = task, reader, set(reader.floating)
+    def __init__(self, task: FinetuneTask, entry: str | None, recalibrate: Iterable[Any] | None) -> None:
+        self.task, self.reader = task, CheckpointReader(task.adapter.model, entry)
+        self.floating = set(self.reader.floating)
         self.inputs = list(recalibrate) if isinstance(recalibrate, Iterator) else recalibrate  # each average's own pass
         self.losses: dict[Path, float] = {}
 
     def uniform(self, files: Sequence[Path]) -> Start:
         """Return the average of all; a warning says if the models share no basin."""
-        mean, digests = Mean({}, 0), dict[str, Path]()
+        sums, digests = dict[str, Tensor](), dict[str, Path]()
         for file in files:
             state = self._read(file)
-            if (known := digests.setdefault(fingerprint(state), file)) is not file:
+            if (known := digests.setdefault(fingerprint(state), file)) != file:
                 warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
-            self.losses[file] = self._loss(self._start(Mean(state, 1)))
-            mean = self._with(mean, state)
+            self.losses[file] = self._loss(self._mean(state, 1))
+            sums = self._with(sums, state)
             del state  # before the next one is read
-        plain_average = self._start(mean)
+        plain_average = self._mean(sums, len(files))
         found = self._recalibrated(plain_average)
         worst = max(self.losses, key=self.losses.__getitem__)
         averages = [found] if self.inputs is None else [plain_average, found]
@@ -319,29 +298,27 @@ class _Soup:
 
     def greedy(self) -> Start:
         """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
-        mean, best, kept = Mean({}, 0), float("inf"), None
+        kept, best, sums, models = Start(self.task.origin()), float("inf"), dict[str, Tensor](), 0
         for file in sorted(self.losses, key=self.losses.__getitem__):
-            tried = self._with(mean, self._read(file))
-            start = self._recalibrated(self._start(tried))
+            tried = self._with(sums, self._read(file))
+            start = self._recalibrated(self._mean(tried, models + 1))
             cost = self.task.evaluate(start, "soups").cost
-            if kept is None or cost <= best:
-                best, kept, mean = cost, start, tried
-        assert kept is not None
+            if cost <= best:
+                kept, best, sums, models = start, cost, tried, models + 1
         return kept
 
     def _read(self, file: Path) -> dict[str, Tensor]:
         """Return a file's tensors, which the first of ranks reads."""
         return distributed.on_first(lambda: self.reader.read(file))
 
-    def _with(self, mean: Mean, state: Mapping[str, Tensor]) -> Mean:
-        """Return a mean with one more model."""
-        if not mean.models:
-            return Mean({name: each.double() if name in self.floating else each for name, each in state.items()}, 1)
-        sums = {name: each + state[name] if name in self.floating else each for name, each in mean.sums.items()}
-        return Mean(sums, mean.models + 1)
+    def _with(self, sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums in float64 with one more model; of what is no floating number, the first's."""
+        if not sums:
+            return {name: each.double() if name in self.floating else each for name, each in state.items()}
+        return {name: each + state[name] if name in self.floating else each for name, each in sums.items()}
 
-    def _start(self, mean: Mean) -> Start:
-        values = {name: each / mean.models if name in self.floating else each for name, each in mean.sums.items()}
+    def _mean(self, sums: Mapping[str, Tensor], models: int) -> Start:
+        values = {name: each / models if name in self.floating else each for name, each in sums.items()}
         return Start(self.task.origin(), self.reader.replaced(values))
 
     def _loss(self, start: Start) -> float:
@@ -358,7 +335,5 @@ class _Soup:
         model = reestimate_batchnorm(bare, self.inputs)
         if model is None:
             return start
-        base = self.reader.base
-        buffers = {n: each for n, each in model.named_buffers() if n in base and not same_bits(each, base[n])}
-        weights = {name: start.tensors[name] for name, _ in model.named_parameters() if name in start.tensors}
-        return Start(start.phi, {**buffers, **weights})
+        statistics = {name: each for name, each in model.named_buffers() if name in self.reader.base}
+        return replace(start, tensors=self.reader.replaced({**start.tensors, **statistics}))
