@@ -96,12 +96,11 @@ def tune_model(
         ...     queries=100,
         ... )
     """
-    inner = unwrapped(model)
     drawn = batches if callable(batches) else loader_batches(batches)
     together = together and _several()
     if together:
         options = _in_step(options)
-    adapter = attach(inner)
+    adapter = attach(unwrapped(model))
     try:
         device = adapter.phi.device
         task = FinetuneTask(
@@ -115,7 +114,8 @@ def tune_model(
             check_function(batches.dataset, metric.function)
         if together:
             task = task.judged_by(_judged_together(metric, adapter))
-        run: Result = optimize_metric(task, queries=queries, starts=_starts_of(task, starts), **options)
+        given = starts(task) if callable(starts) else starts
+        run: Result = optimize_metric(task, queries=queries, starts=given, **options)
         if together:
             adapter.set_phi(_of_first(adapter.phi.detach()))
         if merge:
@@ -126,14 +126,7 @@ def tune_model(
     return run
 
 
-def check_tuning(
-    model: nn.Module,
-    *,
-    metric: Metric,
-    queries: int,
-    attach: Attach = FILM,
-    **options: Any,
-) -> None:
+def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Attach = FILM, **options: Any) -> None:
     """Check, before a model is trained, what `tune_model` would refuse after it, as far as it can be known by then.
 
     Args:
@@ -150,20 +143,16 @@ def check_tuning(
     inspect.signature(optimize_metric).bind(None, queries=queries, **options)
     if _several():
         _in_step(options)
-    planned = {name: options[name] for name in PLANNED if name in options}
+    planned, starts = {name: options[name] for name in PLANNED if name in options}, options.get("starts")
     adapter = attach(unwrapped(model))
     try:
         task = FinetuneTask(adapter, metric=metric)
-        given = _starts_of(task, options.get("starts"))
+        given = starts(task) if callable(starts) else starts
         check_plan(adapter, metric, queries=queries, starts=given, **planned)
         all_starts(task, given or {})
     finally:
         adapter.remove()
     RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))
-
-
-def _starts_of(task: FinetuneTask, starts: Any) -> Any:
-    return starts(task) if callable(starts) else starts
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
