@@ -36,7 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import AdamPolicy, Recipe, StepWeights
+from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, by_adam
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
@@ -81,9 +81,9 @@ class EsStep12(EsStep):
     pairs = 12
 
 
-def adam_step(f: ValueFunction, lr: float, *settings: Any) -> AdamPolicy:
+def adam_step(f: ValueFunction, lr: float, *settings: Any) -> Policy:
     """Return the default step with Adam's steps in place of loss gradients, at Adam's own rate."""
-    return AdamPolicy(MetricOptStep(f, ADAM_RATE, *settings))
+    return by_adam(MetricOptStep(f, ADAM_RATE, *settings))
 
 
 def learner(**change: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.split_half import correlation_of_halves, optimism_of_gain
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectories import Policy, TrajectoryStore, rollout
+from metricopt_ext.tasks.trajectories import Policy, rollout
 from metricopt_ext.value.fitting import Fit
 
 # Task indices from here on are never used in collection, so finetuning gets fresh starts and batches.
@@ -48,34 +48,35 @@ class Tuned:
 
 
 class TrajectoryLearner(LearningStrategy):
-    """A strategy that learns from trajectories, finetunes phi under what it learned, and has the guard decide."""
+    """A strategy that learns from trajectories, finetunes phi under what it learned, and has the guard decide.
+
+    Attributes:
+        learns: The field of a `Result` that has what is learned besides f.
+    """
+
+    learns: ClassVar[str]
 
     def identity(self) -> dict[str, Any]:
         """Return the settings, by their descriptions (see `LearningStrategy`)."""
         return {name: described(value) for name, value in vars(self).items()}
 
     @abstractmethod
-    def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, Any]:
-        """Return f, and what else there is to follow from a start."""
+    def learn(self, task: FinetuneTask, context: Context) -> tuple[Any, Fit]:
+        """Return what is learned besides f, and f; keep the trajectories in the run's folder."""
 
     @abstractmethod
     def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: Context) -> Tuned:
         """Tune phi = 0 under what was learned."""
 
-    @abstractmethod
-    def told(self, learned: Any) -> dict[str, Any]:
-        """Return the field of a `Result` that has what was learned besides f."""
-
     def run(self, context: Context) -> Result:
         """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
         with context.folder.counted(context.task, context.queries) as task:
-            store, ledger = context.folder.trajectories, task.metric.ledger
-            log = task.metric.log
+            store, ledger, log = context.folder.trajectories, task.metric.ledger, task.metric.log
             context.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
             for trajectory in store:  # its queries are booked, and told of, from the log
                 for phi in trajectory.observed_phi.to(task.origin()):
                     task.evaluate(phi, "collect")
-            fit, learned = self.learn(task, store, context)
+            learned, fit = self.learn(task, context)
             before = ledger.spent
             tuned = self.tuned(task, fit, learned, context)
         values, seen = tuned.evaluations, tuple(store)
@@ -94,7 +95,7 @@ class TrajectoryLearner(LearningStrategy):
             path=tuned.path,
             loss_finetune=values["loss_finetune"].value,
             trajectories=seen,
-            **self.told(learned),
+            **{self.learns: learned},
         )
 
 

@@ -7,27 +7,21 @@ and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.paper.following import (
-    END_QUERIES,
-    FRESH,
-    TrajectoryLearner,
-    Tuned,
-    finetune,
-    guarded,
-)
-from metricopt_ext.methods.paper.objective import LearnedObjective, combine, gradient_samples
+from metricopt_ext.methods.paper.following import END_QUERIES, FRESH, TrajectoryLearner, Tuned, finetune, guarded
+from metricopt_ext.methods.paper.objective import combine, gradient_samples, learned_objective
 from metricopt_ext.methods.paper.recipe import gaussian_process_labels
 from metricopt_ext.methods.strategy import Context
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import UpdateRule, unroll
 from metricopt_ext.search.optimizer import LossStep
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.split_half import evaluations_where_used
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
@@ -40,9 +34,7 @@ from metricopt_ext.value.reptile import ReptileLearner
 from metricopt_ext.value.value_function import NeuralValueFunction
 
 Estimator = Literal["combined", "score"]
-ESTIMATORS = get_args(Estimator)
 
-OBJECTIVE = LearnedObjective()  # Eq. 6
 VARIANCE = 0.01  # epsilon^2 of Eq. 7
 CLIP = 10.0  # largest length of a gradient
 REPLAY = 256  # latest tasks that f is adapted from
@@ -85,6 +77,8 @@ class AlgorithmS1(TrajectoryLearner):
         lr: Rate of the loss-only finetune that the guard compares with.
     """
 
+    learns: ClassVar[str] = "rule"
+
     steps: int = 50
     evals: int = 5
     start_std: float = 0.2
@@ -112,8 +106,8 @@ class AlgorithmS1(TrajectoryLearner):
         check_at_least(0, start_std=self.start_std)
         check_above(0, rate=self.rate, step=self.step, lr=self.lr)
         observation_steps(self.steps, self.evals, 0, 0)  # refuses what it can't draw
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"estimator is {self.estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
+        if self.estimator not in get_args(Estimator):
+            raise ValueError(f"estimator is {self.estimator!r}; it must be 'combined' or 'score'")
         check_bool(sees_loss=self.sees_loss, sees_metric=self.sees_metric)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
         if not isinstance(self.value, ReptileLearner):  # its inner loop is what is used, not what it fits when called
@@ -143,11 +137,10 @@ class AlgorithmS1(TrajectoryLearner):
             )
         return {"iterations": iterations}
 
-    def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, UpdateRule]:
-        """Return f and the optimizer (see `TrajectoryLearner`)."""
-        settings = {"iterations": context.size["iterations"], "seed": context.seed}
-        rule, fit = self.meta_train(task, **settings, store=store, callback=context.callback)
-        return fit, rule
+    def learn(self, task: FinetuneTask, context: Context) -> tuple[UpdateRule, Fit]:
+        """Return the optimizer and f (see `TrajectoryLearner`)."""
+        store, callback = context.folder.trajectories, context.callback
+        return self.meta_train(task, **context.size, seed=context.seed, store=store, callback=callback)
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Context) -> Tuned:
         """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
@@ -155,10 +148,6 @@ class AlgorithmS1(TrajectoryLearner):
         path = self.meta_test(task, learned, task.origin(), seed=context.seed)
         loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)
         return guarded(task, "learned", path, loss_only, fit.visited, confidence=context.confidence)
-
-    def told(self, learned: Any) -> dict[str, Any]:
-        """Return it by its name in the result (see `TrajectoryLearner`)."""
-        return {"rule": learned}
 
     def new_rule(self, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with."""
@@ -260,36 +249,30 @@ class AlgorithmS1(TrajectoryLearner):
     ) -> list[Trajectory]:
         """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
         indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
-        kept = {row: each for row, index in enumerate(indices) if (each := store.get(iteration, index)) is not None}
+        kept = {index: each for index in indices if (each := store.get(iteration, index)) is not None}
         if len(kept) == self.tasks:
-            return list(kept.values())
+            return [*kept.values()]
         observed = [observation_steps(self.steps, self.evals, seed, index) for index in indices]
-        told = {
-            (row, step): evaluation
-            for row, each in kept.items()
-            for step, evaluation in zip(each.observed.tolist(), each.evaluations, strict=True)
-        }
+        known = [iter(kept[index].evaluations if index in kept else ()) for index in indices]
+        told: list[list[Evaluation]] = [[] for _ in indices]
         costs = torch.full((self.tasks,), torch.nan, dtype=torch.float64)
 
         def cost_at(phi: Tensor, step: int) -> Tensor:
-            for row, steps in enumerate(observed):
-                if step in steps:
-                    where = (
-                        f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
-                    )
-                    if (row, step) not in told:
-                        told[row, step] = task.evaluate(phi[row], "collect", where)
-                    costs[row] = told[row, step].cost
+            for row, index in enumerate(indices):
+                if step in observed[row]:
+                    where = f"meta-iteration {iteration}, task {index}, step {step}; {len(store)} trajectories kept"
+                    told[row].append(next(known[row], None) or task.evaluate(phi[row], "collect", where))
+                    costs[row] = told[row][-1].cost
             return task.metric.normalised(costs).to(phi)
 
         starts = task.starts(self.start_std, seed, indices)
         points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, seed=seed, indices=indices)
         for row, index in enumerate(indices):
-            if row not in kept:
-                own = tuple(told[row, step] for step in observed[row].tolist())
-                run = points[row].cpu(), losses[row].cpu(), observed[row], own, task.adapter.signature
-                store.add(Trajectory(iteration, index, *run))
-        return [each for index in indices if (each := store.get(iteration, index)) is not None]
+            if index not in kept:
+                run = points[row].cpu(), losses[row].cpu(), observed[row], tuple(told[row]), task.adapter.signature
+                kept[index] = Trajectory(iteration, index, *run)
+                store.add(kept[index])
+        return [kept[index] for index in indices]
 
     def objective_of(
         self,
@@ -333,7 +316,7 @@ class AlgorithmS1(TrajectoryLearner):
         with torch.enable_grad():
             last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
         with nullcontext() if differentiable else torch.no_grad():
-            return OBJECTIVE(cost(points), torch.cat([losses, last[:, None]], 1))
+            return learned_objective(cost(points), torch.cat([losses, last[:, None]], 1))
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
@@ -355,13 +338,10 @@ class AlgorithmS1(TrajectoryLearner):
         at_once, std, differentiate = max(1, task.at_once // 2), VARIANCE**0.5, self.estimator != "score"
         parts = []
         for at in range(0, self.pairs, at_once):
-            some = list(tasks[at : at + at_once])
+            both, of_some = [*tasks[at : at + at_once]] * 2, noise[at : at + at_once]
 
-            def objective(weights: Tensor, some: list[int] = some) -> Tensor:
-                flat = weights.flatten(0, 1)
-                return self.objective_of(task, rule, f, flat, seed=seed, indices=some * 2).view(2, -1)
+            def objective(weights: Tensor, both: list[int] = both) -> Tensor:
+                return self.objective_of(task, rule, f, weights.flatten(0, 1), seed=seed, indices=both).view(2, -1)
 
-            of_some = noise[at : at + at_once]
             parts.append(gradient_samples(objective, rule.weights, of_some, std, differentiate=differentiate))
-        slopes, scores, _ = (torch.cat(each) for each in zip(*parts, strict=True))
-        return combine(slopes, scores)
+        return combine(*(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -2,56 +2,39 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from metricopt_ext.utils.checks import check_at_least
-
 FLOOR = 1e-3  # added to a loss before its logarithm is taken
 COST_FLOOR = 1e-2  # least size of a cost that Eq. 6 divides by: f may well predict one of 0 or below
 
 
-@dataclass(frozen=True)
-class LearnedObjective:
-    """L_opt = lambda L_metric + L_loss: a better metric and a lower loss all along the way (Eq. 6).
+def learned_objective(costs: Tensor, loss: Tensor, metric_weight: float = 50.0) -> Tensor:
+    """Return L_opt = lambda L_metric + L_loss: a better metric and a lower loss all along the way (Eq. 6).
 
     L_metric = mean_t log(1 + exp(beta (m_t - m_t') / m_t)) with t' = argmin_{i < t} m_i, where the denominator is the
     size of m_t, at least `COST_FLOOR`, and beta is T/2. L_loss = mean_t (log(l_t + eps) - log(l_0 + eps)), where a loss
     below 0 counts as 0, and eps, "small" in the paper, is `FLOOR`.
 
-    Attributes:
+    Args:
+        costs: The costs m_0 ... m_T that f predicts at phi_0 ... phi_T, ``... x (T + 1)``.
+        loss: The losses l_0 ... l_T there, ``... x (T + 1)``.
         metric_weight: lambda; 50 in the paper.
+
+    Returns:
+        The objective of each finetuning run, ``...``.
     """
-
-    metric_weight: float = 50.0
-
-    def __post_init__(self) -> None:
-        """Reject a weight below 0.
-
-        Raises:
-            ValueError: It is; the message gives its value.
-        """
-        check_at_least(0, metric_weight=self.metric_weight)
-
-    def __call__(self, costs: Tensor, loss: Tensor) -> Tensor:
-        """Return the objective of each finetuning run, ``...``.
-
-        Args:
-            costs: The costs m_0 ... m_T that f predicts at phi_0 ... phi_T, ``... x (T + 1)``.
-            loss: The losses l_0 ... l_T there, ``... x (T + 1)``.
-        """
-        best, later = costs.cummin(-1).values[..., :-1], costs[..., 1:]
-        metric = softplus(later.shape[-1] / 2 * (later - best) / later.abs().clamp(min=COST_FLOOR)).mean(-1).to(loss)
-        logarithm = (loss.clamp(min=0) + FLOOR).log()
-        return torch.add(logarithm[..., 1:].mean(-1) - logarithm[..., 0], metric, alpha=self.metric_weight)
+    best, later = costs.cummin(-1).values[..., :-1], costs[..., 1:]
+    metric = softplus(later.shape[-1] / 2 * (later - best) / later.abs().clamp(min=COST_FLOOR)).mean(-1).to(loss)
+    logarithm = (loss.clamp(min=0) + FLOOR).log()
+    return torch.add(logarithm[..., 1:].mean(-1) - logarithm[..., 0], metric, alpha=metric_weight)
 
 
 def gradient_samples(
     objective: Callable[[Tensor], Tensor], weights: Tensor, noise: Tensor, std: float, *, differentiate: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Estimate the gradient of an objective that is smoothed by Gaussian noise on the weights (Eq. 7), in two ways.
 
     L(w) = E_{z ~ N(0, I)} l(w + s z) has two unbiased gradient estimators: the reparameterised one, grad l(w + s z),
@@ -67,8 +50,7 @@ def gradient_samples(
         differentiate: Whether to make the reparameterised estimates, for which the objective is differentiated.
 
     Returns:
-        The reparameterised estimates, ``P x W``, NaN if they were not asked for; the score function's, ``P x W``; and
-        the objective at w + s z and w - s z, ``P x 2``.
+        The reparameterised estimates, ``P x W``, NaN if they were not asked for; and the score function's, ``P x W``.
     """
     moved = weights.detach() + std * torch.stack([noise, -noise])
     with torch.set_grad_enabled(differentiate):
@@ -78,7 +60,7 @@ def gradient_samples(
         slopes = torch.autograd.grad(values.sum(), moved)[0].mean(0)
     above, below = values.detach()
     scores = noise * ((above - below) / (2 * std))[:, None].to(noise)
-    return slopes, scores, torch.stack([above, below], 1)
+    return slopes, scores
 
 
 def combine(first: Tensor, second: Tensor) -> Tensor:

@@ -2,23 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.paper.following import (
-    END_QUERIES,
-    FRESH,
-    TrajectoryLearner,
-    Tuned,
-    finetune,
-    guarded,
-)
+from metricopt_ext.methods.paper.following import END_QUERIES, FRESH, TrajectoryLearner, Tuned, finetune, guarded
 from metricopt_ext.methods.strategy import Context, check_constraints
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.guided_es import es_direction
@@ -141,26 +135,23 @@ class GuidedESSteps:
         return es_direction(f, phi, past, generator=rng, count=self.count, variance=self.variance, k=k)
 
 
-class AdamPolicy:
-    """A step rule that is given Adam's directions in place of the loss gradients; it has state, one for each rollout.
+def by_adam(policy: Policy) -> Policy:
+    """Return a step rule that is given Adam's directions in place of the loss gradients, for one rollout.
 
     Args:
         policy: The step rule, whose rate of the loss step is Adam's.
     """
+    origin, past = torch.zeros(()), list[Tensor]()
+    optimizer = torch.optim.Adam([origin], 1.0)
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.origin = torch.zeros(())
-        self.optimizer = torch.optim.Adam([self.origin], 1.0)
-        self.past: list[Tensor] = []
-
-    def __call__(self, phi: Tensor, history: Tensor, step: int) -> Tensor:
-        """Return the next phi, ``n x d``, given its loss gradients so far, ``n x k x d``."""
+    def moved(phi: Tensor, history: Tensor, step: int) -> Tensor:
         gradient = history[..., -1, :]
-        self.origin.data, self.origin.grad = torch.zeros_like(gradient), gradient
-        self.optimizer.step()
-        self.past = [*self.past, -self.origin.data][-history.shape[-2] :]
-        return self.policy(phi, torch.stack(self.past, -2), step)
+        origin.data, origin.grad = torch.zeros_like(gradient), gradient
+        optimizer.step()
+        past[:] = [*past, -origin.data][-history.shape[-2] :]
+        return policy(phi, torch.stack(past, -2), step)
+
+    return moved
 
 
 @dataclass(frozen=True)
@@ -191,6 +182,8 @@ class Recipe(TrajectoryLearner):
             well, to cross-check its gain by two queries; otherwise f is one network that has seen all tasks, and
             further networks, which have not, measure its quality.
     """
+
+    learns: ClassVar[str] = "setting"
 
     steps: int = 50
     lr: float = 0.1
@@ -234,13 +227,7 @@ class Recipe(TrajectoryLearner):
         return self._by_optimizer(LossStep(self.lr))
 
     def policy(
-        self,
-        f: ValueFunction,
-        setting: Setting,
-        *,
-        seed: int = 0,
-        index: int = FRESH,
-        even_untrusted: bool = False,
+        self, f: ValueFunction, setting: Setting, *, seed: int = 0, index: int = FRESH, even_untrusted: bool = False
     ) -> Policy:
         """Return the step rule under f, for one rollout.
 
@@ -255,7 +242,7 @@ class Recipe(TrajectoryLearner):
         return self._by_optimizer(self.follow(f, self, setting, rng, even_untrusted))
 
     def _by_optimizer(self, policy: Policy) -> Policy:
-        return AdamPolicy(policy) if self.optimizer == "adam" else policy
+        return by_adam(policy) if self.optimizer == "adam" else policy
 
     def explored_settings(self, seed: int, indices: Sequence[int]) -> Tensor:
         """Return (loss weight, metric step) of on-policy tasks, ``n x 2``, drawn from the seed for each index."""
@@ -309,22 +296,18 @@ class Recipe(TrajectoryLearner):
         """Return the number of tasks in a round (see `LearningStrategy`)."""
         return {"tasks": self.tasks_per_round(evaluations)}
 
-    def learn(self, task: FinetuneTask, store: TrajectoryStore, context: Context) -> tuple[Fit, StepWeights]:
-        """Return f, and how boldly to follow it (see `TrajectoryLearner`)."""
+    def learn(self, task: FinetuneTask, context: Context) -> tuple[StepWeights, Fit]:
+        """Return how boldly to follow f, and f (see `TrajectoryLearner`)."""
         tasks, seed, callback = context.size["tasks"], context.seed, context.callback
+        store = context.folder.trajectories
         fit = meta_train(task, tasks=tasks, recipe=self, seed=seed, store=store, callback=callback)
         callback.stage("choose settings")
-        return fit, choose_setting(task, fit, self, seed)
+        return choose_setting(task, fit, self, seed), fit
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: StepWeights, context: Context) -> Tuned:
         """Follow f from phi = 0 (see `TrajectoryLearner`)."""
-        seed, callback, confidence = context.seed, context.callback, context.confidence
-        how: dict[str, Any] = {"recipe": self, "setting": learned, "guard_confidence": confidence}
-        return tune_start(task, fit, **how, seed=seed, callback=callback)
-
-    def told(self, learned: Any) -> dict[str, Any]:
-        """Return it by its name in the result (see `TrajectoryLearner`)."""
-        return {"setting": learned}
+        seed, callback, sure = context.seed, context.callback, context.confidence
+        return tune_start(task, fit, recipe=self, setting=learned, guard_confidence=sure, seed=seed, callback=callback)
 
 
 def gaussian_process_labels() -> Labeller:
@@ -360,12 +343,15 @@ class Algorithm1(Recipe):
     ensemble: bool = False
 
 
+DEFAULT = Recipe()
+
+
 @undone_if_cut_short
 def meta_train(
     task: FinetuneTask,
     *,
     tasks: int,
-    recipe: Recipe | None = None,
+    recipe: Recipe = DEFAULT,
     seed: int = 0,
     store: TrajectoryStore | None = None,
     callback: Callback | None = None,
@@ -387,34 +373,26 @@ def meta_train(
         ValueError: ``tasks`` is not an integer of at least 2.
         BudgetError, MetricError: As from the metric; finished trajectories are in the store.
     """
-    own, kept, callback = recipe or Recipe(), TrajectoryStore() if store is None else store, callback or Callback()
+    kept, callback, device = TrajectoryStore() if store is None else store, callback or Callback(), task.origin().device
 
     def policy(fit: Fit | None, chunk: Sequence[int]) -> Policy:
         """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
         if fit is None:
-            return own.loss_only()
-        setting = own.explored_settings(seed, chunk).to(fit.f.radius).split(1, 1)
-        return own.policy(fit.f, setting, seed=seed, index=chunk[0], even_untrusted=True)
+            return recipe.loss_only()
+        setting = recipe.explored_settings(seed, chunk).to(fit.f.radius).split(1, 1)
+        return recipe.policy(fit.f, setting, seed=seed, index=chunk[0], even_untrusted=True)
 
     def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
-        settings = {name: getattr(own, name) for name in ("start_std", "steps", "evals", "ends")}
+        settings = {name: getattr(recipe, name) for name in ("start_std", "steps", "evals", "ends")}
         collect(task, kept, partial(policy, fit), round=round, indices=indices, seed=seed, **settings)
         return [trajectory for trajectory in kept if trajectory.round <= round]
 
     with task.metric.calling(callback.answered):
-        return learn_in_rounds(
-            collect_round, own, tasks=tasks, seed=seed, callback=callback, device=task.origin().device
-        )
+        return learn_in_rounds(collect_round, recipe, tasks=tasks, seed=seed, callback=callback, device=device)
 
 
 def learn_in_rounds(
-    collect: Collect,
-    recipe: Recipe,
-    *,
-    tasks: int,
-    seed: int,
-    callback: Callback,
-    device: torch.device | str = "cpu",
+    collect: Collect, recipe: Recipe, *, tasks: int, seed: int, callback: Callback, device: torch.device | str = "cpu"
 ) -> Fit:
     """Learn f from rounds of ``tasks`` trajectories that any trainer collects; see `meta_train`.
 
@@ -430,30 +408,23 @@ def learn_in_rounds(
         ValueError: ``tasks`` is not an integer of at least 2: f is measured on trajectories that are held out.
     """
     check_integer(2, tasks=tasks)
-    fit: Fit | None = None
+    fit, skill = None, "loss only"
     for round in range(recipe.rounds):
-        skill = "loss only" if fit is None or fit.f.quality is None else f"f at {fit.f.quality.spearman:.2f}"
         callback.stage(f"round {round + 1}/{recipe.rounds}, {skill}")
         seen = collect(round, range(round * tasks, (round + 1) * tasks), fit)
         fit = recipe.fit(seen, seed)
         fit.f.to(device)
         assert fit.f.quality is not None  # the fit has measured it
-        callback.quality(sum(len(trajectory.cost) for trajectory in seen), fit.f.quality.spearman)
+        rank = fit.f.quality.spearman
+        callback.quality(sum(len(trajectory.cost) for trajectory in seen), rank)
+        skill = f"f at {rank:.2f}"
     assert fit is not None
-    half_fits = tuple(f.to(device) for f in _fit_halves(seen, recipe, seed))
-    assert fit.f.quality is not None
-    callback.say(f"value function ({fit.f.kind}): held-out Spearman {fit.f.quality.spearman:.2f}")
+    callback.say(f"value function ({fit.f.kind}): held-out Spearman {rank:.2f}")
+    half_fits: tuple[ValueFunction, ...] = ()
+    if recipe.ensemble and all(trajectory.halves is not None for trajectory in seen):
+        with suppress(ValueFunctionError):  # the metric never varies on one half
+            half_fits = tuple(recipe.fit(seen_on_half(seen, half), seed).f.to(device) for half in (0, 1))
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
-
-
-def _fit_halves(trajectories: Sequence[Trajectory], recipe: Recipe, seed: int) -> tuple[ValueFunction, ...]:
-    """Fit f to each half of the metric's data; none if the metric does not report halves, or one never varies."""
-    if not recipe.ensemble or any(t.halves is None for t in trajectories):
-        return ()
-    try:
-        return tuple(recipe.fit(seen_on_half(trajectories, half), seed).f for half in (0, 1))
-    except ValueFunctionError:
-        return ()
 
 
 def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int) -> StepWeights:
@@ -479,7 +450,7 @@ def tune_start(
     task: FinetuneTask,
     fit: Fit,
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe = DEFAULT,
     setting: StepWeights | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
@@ -511,19 +482,19 @@ def tune_start(
     """
     check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
-    own, callback = recipe or Recipe(), callback or Callback()
-    weights = own.settings[0] if setting is None else checked_weights(setting)
+    callback = callback or Callback()
+    weights = recipe.settings[0] if setting is None else checked_weights(setting)
     check_integer(0, index=index, seed=seed)
 
     def follow(policy: Policy) -> Tensor:
-        return finetune(task, policy, own.steps, seed, start, index)
+        return finetune(task, policy, recipe.steps, seed, start, index)
 
     def under(f: ValueFunction, even_untrusted: bool = False) -> Tensor:
-        return follow(own.policy(f, weights, seed=seed, index=index, even_untrusted=even_untrusted))
+        return follow(recipe.policy(f, weights, seed=seed, index=index, even_untrusted=even_untrusted))
 
     with task.metric.calling(callback.answered):
         callback.stage("finetune")
-        loss_only, path = follow(own.loss_only()), under(fit.f)
+        loss_only, path = follow(recipe.loss_only()), under(fit.f)
         # With half the data f may look untrusted; not following it here would show no optimism at all.
         crossed = [under(f, even_untrusted=True)[-1] for f in fit.half_fits] if fit.f.trusted else []
         callback.stage("guard")

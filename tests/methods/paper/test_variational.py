@@ -30,10 +30,8 @@ def test_both_estimators_are_unbiased(
     nodes, shares = np.polynomial.hermite_e.hermegauss(12)
     shares = torch.from_numpy(shares / shares.sum())
     noise = torch.from_numpy(nodes)[:, None]
-    *samples, values = gradient_samples(objective, torch.tensor([w], dtype=torch.float64), noise, STD)
-    for estimates in samples:
+    for estimates in gradient_samples(objective, torch.tensor([w], dtype=torch.float64), noise, STD):
         assert float(shares @ estimates[:, 0]) == pytest.approx(slope(w), rel=1e-10, abs=1e-10)
-    assert torch.equal(values[:, 0], objective(w + STD * noise))
 
 
 def test_weights_are_inverse_variances_of_each_number() -> None:
@@ -59,7 +57,7 @@ def test_certain_and_useless_estimates() -> None:
 
 def test_without_a_derivative_the_score_function_is_all() -> None:
     noise = rand(5, 2)
-    slopes, scores, _ = gradient_samples(
+    slopes, scores = gradient_samples(
         lambda w: w.detach().round().sum(-1), torch.ones(2), noise, STD, differentiate=False
     )
     assert torch.equal(combine(slopes, scores), scores.mean(0))
