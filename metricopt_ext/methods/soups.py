@@ -167,15 +167,20 @@ def soup_starts(
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
     with ExitStack() as temporary:
         if checkpoints is not None:
-            files = _given(checkpoints)
+            several = [] if isinstance(checkpoints, str | Path) else checkpoints
+            files = [Path(each) for each in several if isinstance(each, str | Path)]
+            if len(set(files)) < max(2, len(checkpoints)):
+                raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more, each once")
         else:
             check_integer(2, finetunes=finetunes)
+            if training is None:
+                raise ValueError("finetunes need training=Training(steps, lr), as the model was trained")
             folder = Path(output_dir or temporary.enter_context(tempfile.TemporaryDirectory()))
             files = [folder / f"finetune-{number}.safetensors" for number in range(finetunes)]
         queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
         task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
         soup = _Soup(task, entry, recalibrate)
-        if checkpoints is None:
+        if training is not None and checkpoints is None:
             distributed.only_first(partial(_finetune, files, task, training, share, seed, tell))
         found = {"uniform": soup.uniform(files)}  # which reads, and so checks, all before a query is asked
         if "greedy" in kinds:
@@ -184,26 +189,8 @@ def soup_starts(
     return {f"{kind}_soup": found[kind] for kind in kinds}
 
 
-def _given(checkpoints: Sequence[str | Path]) -> list[Path]:
-    """Return the files to average.
-
-    Raises:
-        ValueError: They are no list of two or more, each named once.
-    """
-    several = not isinstance(checkpoints, str | Path) and all(isinstance(each, str | Path) for each in checkpoints)
-    files = [Path(each) for each in checkpoints] if several else []
-    if len(set(files)) < max(2, len(files)):
-        raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more files, each once")
-    return files
-
-
 def _finetune(
-    files: Sequence[Path],
-    task: FinetuneTask,
-    training: Training | None,
-    share: float,
-    seed: int,
-    say: Callable[[str], object],
+    files: Sequence[Path], task: FinetuneTask, training: Training, share: float, seed: int, say: Callable[[str], object]
 ) -> None:
     """Write finetunes of copies of a task's whole model, but for those that are on file.
 
@@ -213,8 +200,6 @@ def _finetune(
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; it must be above 0 and at most 1, of the training's steps")
-    if training is None:
-        raise ValueError("finetunes need training=Training(steps, lr), as the model was trained")
     base = Adapter(copy.deepcopy(task.adapter.model)).remove()
     if not any(parameter.requires_grad for parameter in base.parameters()):
         raise ValueError(f"no parameter of {type(base).__name__} requires a gradient, so that it can't be finetuned")
@@ -276,7 +261,7 @@ class _Soup:
         """Return the average of all; a warning says if the models share no basin."""
         sums, digests = dict[str, Tensor](), dict[str, Path]()
         for file in files:
-            state = self._read(file)
+            state = distributed.on_first(partial(self.reader.read, file))
             if (known := digests.setdefault(fingerprint(state), file)) != file:
                 warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
             self.losses[file] = self._loss(self._mean(state, 1))
@@ -300,16 +285,12 @@ class _Soup:
         """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
         kept, best, sums, models = Start(self.task.origin()), float("inf"), dict[str, Tensor](), 0
         for file in sorted(self.losses, key=self.losses.__getitem__):
-            tried = self._with(sums, self._read(file))
+            tried = self._with(sums, distributed.on_first(partial(self.reader.read, file)))
             start = self._recalibrated(self._mean(tried, models + 1))
             cost = self.task.evaluate(start, "soups").cost
             if cost <= best:
                 kept, best, sums, models = start, cost, tried, models + 1
         return kept
-
-    def _read(self, file: Path) -> dict[str, Tensor]:
-        """Return a file's tensors, which the first of ranks reads."""
-        return distributed.on_first(lambda: self.reader.read(file))
 
     def _with(self, sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return sums in float64 with one more model; of what is no floating number, the first's."""
