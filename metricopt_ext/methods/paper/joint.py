@@ -4,9 +4,11 @@ The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric a
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -145,7 +147,7 @@ class AlgorithmS1(TrajectoryLearner):
     def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Context) -> Tuned:
         """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
         context.callback.stage("meta-test")
-        path = self.meta_test(task, learned, task.origin(), seed=context.seed)
+        path = self.meta_test(task, learned, seed=context.seed)
         loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)
         return guarded(task, "learned", path, loss_only, fit.visited, confidence=context.confidence)
 
@@ -192,7 +194,7 @@ class AlgorithmS1(TrajectoryLearner):
         adam = torch.optim.Adam([rule.weights], self.rate)
         f = NeuralValueFunction.drawn(task.dim, 1, generator(seed, "online reptile")).eval().requires_grad_(False)
         weights = parameters_to_vector(f.parameters())  # f's meta-weights
-        labelled: list[Observations] = []  # of the latest meta-iterations
+        labelled = deque[Observations](maxlen=max(1, REPLAY // self.tasks))  # of the latest meta-iterations
         seen: list[Trajectory] = []
         predicted: list[Tensor] = []
         with task.metric.calling(callback.answered):
@@ -202,7 +204,7 @@ class AlgorithmS1(TrajectoryLearner):
                 new = self.collect(task, rule, kept, iteration=i, seed=seed)  # line 3
                 seen += new
                 predicted.append(f(torch.cat([each.observed_phi for each in new])).detach().double())
-                labelled = [*labelled, self.labels(new)][-max(1, REPLAY // self.tasks) :]  # line 4
+                labelled.append(self.labels(new))  # line 4
                 data, rng = Observations.joined(labelled), generator(seed, "online reptile", i)
                 adapted = self.value.adapt(f, weights, data, len(new), rng)  # line 5
                 f.to(device)
@@ -212,28 +214,23 @@ class AlgorithmS1(TrajectoryLearner):
                     adam.step()
                 f.cpu()
                 weights = torch.lerp(weights, adapted, 1 - i / iterations)  # line 7
-        true, foreseen = torch.cat([each.cost for each in seen]), torch.cat(predicted)
-        trajectory = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(each.cost) for each in seen]))
-        late = trajectory >= len(seen) // 2
-        f.quality, f.signature = measure(foreseen[late], true[late], trajectory[late]), task.adapter.signature
-        fit = Fit(f.to(device), foreseen[late], true[late], evaluations_where_used(seen))
-        return rule.requires_grad_(False), fit  # line 9
+        data = Observations.of(seen)
+        late = data.trajectory >= len(seen) // 2
+        foreseen, true = torch.cat(predicted)[late], data.cost[late]
+        f.quality, f.signature = measure(foreseen, true, data.trajectory[late]), task.adapter.signature
+        return rule.requires_grad_(False), Fit(f.to(device), foreseen, true, evaluations_where_used(seen))  # line 9
 
-    def meta_test(
-        self, task: FinetuneTask, rule: UpdateRule, start: Tensor, *, seed: int = 0, index: int = FRESH
-    ) -> Tensor:
-        """Finetune a start with the optimizer alone (lines 10-14); the visited phi, ``(T + 1) x d``.
+    def meta_test(self, task: FinetuneTask, rule: UpdateRule, *, seed: int = 0) -> Tensor:
+        """Finetune phi = 0 with the optimizer alone (lines 10-14); the visited phi, ``(T + 1) x d``.
 
         A rule that sees the metric has it evaluated at ``evals - 1`` steps.
 
         Args:
             task: What is finetuned.
             rule: The optimizer.
-            start: phi_0, ``d``.
             seed: Seed of the batches and of the steps at which the metric is evaluated.
-            index: The task's index, for its batches.
         """
-        observed = observation_steps(self.steps, self.evals, seed, index)[:-1].tolist() if rule.sees_metric else []
+        observed = observation_steps(self.steps, self.evals, seed, FRESH)[:-1].tolist() if rule.sees_metric else []
         cost = torch.full((1,), torch.nan, dtype=torch.float64)
 
         def cost_at(phi: Tensor, step: int) -> Tensor:
@@ -241,7 +238,7 @@ class AlgorithmS1(TrajectoryLearner):
                 cost[0] = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost
             return task.metric.normalised(cost).to(phi)
 
-        points, _ = unroll(task, rule, start[None], cost_at, steps=self.steps, seed=seed, indices=[index])
+        points, _ = unroll(task, rule, task.origin()[None], cost_at, steps=self.steps, seed=seed, indices=[FRESH])
         return points[0]
 
     def collect(
@@ -284,13 +281,13 @@ class AlgorithmS1(TrajectoryLearner):
         seed: int,
         indices: Sequence[int],
     ) -> Tensor:
-        """Return L_opt of finetuning runs under some weights, ``n``, with f in place of the metric (Eq. 6).
+        """Return L_opt of n finetuning runs under some weights, ``...``, with f in place of the metric (Eq. 6).
 
         Args:
             task: What is finetuned.
             rule: The optimizer.
             f: The adapted value function.
-            weights: The optimizer's weights in each run, ``n x W``.
+            weights: The optimizer's weights in each run, ``... x W``.
             seed: Seed of starts, batches and the steps at which the metric is known.
             indices: The n task indices.
         """
@@ -310,13 +307,13 @@ class AlgorithmS1(TrajectoryLearner):
             known = cost(phi).to(phi).where(due, known) if due.any() else known
             return known
 
-        differentiable = weights.requires_grad
+        differentiable, of_each = weights.requires_grad, weights.flatten(0, -2)
         drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": differentiable}
-        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=weights, **drawn)
+        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=of_each, **drawn)
         with torch.enable_grad():
             last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
         with nullcontext() if differentiable else torch.no_grad():
-            return learned_objective(cost(points), torch.cat([losses, last[:, None]], 1))
+            return learned_objective(cost(points), torch.cat([losses, last[:, None]], 1)).view(weights.shape[:-1])
 
     def gradient(
         self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
@@ -332,16 +329,13 @@ class AlgorithmS1(TrajectoryLearner):
             seed: The run's seed.
             update: Number of the update, which draws tasks and perturbations.
         """
-        noise = torch.randn(self.pairs, len(rule.weights), generator=generator(seed, "weights", update))
-        noise = noise.to(rule.weights)
+        rng = generator(seed, "weights", update)
+        noise = torch.randn(self.pairs, len(rule.weights), generator=rng).to(rule.weights)
         tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
         at_once, std, differentiate = max(1, task.at_once // 2), VARIANCE**0.5, self.estimator != "score"
         parts = []
         for at in range(0, self.pairs, at_once):
             both, of_some = [*tasks[at : at + at_once]] * 2, noise[at : at + at_once]
-
-            def objective(weights: Tensor, both: list[int] = both) -> Tensor:
-                return self.objective_of(task, rule, f, weights.flatten(0, 1), seed=seed, indices=both).view(2, -1)
-
+            objective = partial(self.objective_of, task, rule, f, seed=seed, indices=both)
             parts.append(gradient_samples(objective, rule.weights, of_some, std, differentiate=differentiate))
         return combine(*(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -431,15 +431,14 @@ def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int) -> S
     """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
-    indices = range(FRESH + 1, FRESH + 1 + recipe.trials)
-    starts = task.origin()[None]
-    if recipe.trials:
-        starts = torch.cat([starts, task.starts(recipe.start_std, seed, indices)])
+    last = FRESH + 1 + recipe.trials
+    indices = [last, *range(FRESH + 1, last)]
+    starts = task.starts(recipe.start_std, seed, indices)
+    starts[0] = 0  # phi = 0, on batches that none of the others meets
     n, m = len(starts), len(recipe.settings)
-    settings = torch.tensor(recipe.settings, dtype=starts.dtype, device=starts.device)
-    trial_tasks = [FRESH + 1 + recipe.trials, *indices] * m
-    policy = recipe.policy(fit.f, settings.repeat_interleave(n, dim=0).split(1, 1), seed=seed, index=trial_tasks[0])
-    points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=trial_tasks)
+    settings = starts.new_tensor(recipe.settings).repeat_interleave(n, dim=0).split(1, 1)
+    policy = recipe.policy(fit.f, settings, seed=seed, index=last)
+    points, _ = rollout(task, starts.repeat(m, 1), policy, steps=recipe.steps, seed=seed, indices=indices * m)
     ends = enumerate(points[:, -1])
     costs = [task.evaluate(phi, "choose", f"choosing settings, trial {trial}").cost for trial, phi in ends]
     return recipe.settings[int(torch.tensor(costs).view(m, n).mean(1).argmin())]

@@ -179,7 +179,7 @@ def test_steps_on_the_weights_are_adam_s_on_clipped_gradients(quadratic: Callabl
 def test_meta_testing_is_the_optimizer_alone(quadratic: Callable[..., Any], sees_metric: bool) -> None:
     task, settings = quadratic(3), replace(QUICK, sees_metric=sees_metric)
     rule = settings.new_rule(0)
-    path = settings.meta_test(task, rule, task.origin(), seed=2)
+    path = settings.meta_test(task, rule, seed=2)
     assert task.metric.ledger.spent_on == ({"meta_test": 2} if sees_metric else {})
 
     observed = observation_steps(5, 3, 2, FRESH)[:-1].tolist()
@@ -207,7 +207,7 @@ def test_it_lowers_a_metric_that_the_loss_does_not_know(quadratic: Callable[...,
         task = quadratic(3, dtype=torch.float32)
         task.problem.goal = task.centre + (0.6, -0.6, 0.4)[seed]
         rule = settings.meta_train(task, iterations=40, seed=seed)[0]
-        end = settings.meta_test(task, rule, task.origin(), seed=seed)[-1]
+        end = settings.meta_test(task, rule, seed=seed)[-1]
         left.append(task.true_cost(end) / task.true_cost(task.centre))
     assert sum(left) / len(left) < 0.7  # 0.12
 
