@@ -34,7 +34,6 @@ from metricopt_ext.experiment.report_page import FILE, report_page
 from metricopt_ext.experiment.report_text import print_report, write
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
 from metricopt_ext.experiment.style import direction, print_written
-from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer
@@ -122,7 +121,7 @@ def run_and_report(experiment: type[Experiment[Any]], config: RunConfig, folder:
     refuse_among_data(folder, config.data_files())
     with distributed.sharing(config.as_dict()), ExitStack() as held:
         distributed.only_first(partial(held.enter_context, sole_writer(folder)))
-        grows = runner_of(config.build_strategy()).grows and not set(config.methods) & set(VARIANTS)
+        grows = config.build_strategy().anytime and not set(config.methods) & set(VARIANTS)
         distributed.only_first(lambda: open_run(folder, config.as_dict(), resume, config.data_files(), grows=grows))
         log = distributed.only_first(lambda: held.enter_context(run_log(folder / LOG)))
         title = (

@@ -21,11 +21,11 @@ from metricopt_ext.experiment.baselines import (
 from metricopt_ext.experiment.method import METHODS, Baseline, Earlier, Meter, Method, Planned, Reached, Started, end_of
 from metricopt_ext.experiment.method_config import LearnedConfig, PaperSettings
 from metricopt_ext.experiment.run_config import VARIANTS, RunConfig
-from metricopt_ext.methods.evaluating import runner_of
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import reestimate_batchnorm
 from metricopt_ext.runtime.progress import BeforeOthers, Callback, Within, told
 from metricopt_ext.search.stages import SETTINGS
+from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.batches import Batches
 from metricopt_ext.tasks.task import FinetuneTask
 
@@ -56,7 +56,7 @@ def usual_methods(
     shown, strategy = callback or Callback(), config.build_strategy()
     metricopt = optimizing(
         strategy,
-        starts=starts if runner_of(strategy).takes_starts else None,
+        starts=starts if isinstance(strategy, SearchStrategy) else None,
         confidence=config.guard.confidence,
         output_dir=folder,
         resume=resume,

@@ -1,10 +1,9 @@
 """Ask and tell: a search whose points anybody may evaluate, in this process or elsewhere, today or tomorrow."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,26 +16,24 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.methods.assessment import Assessment
 from metricopt_ext.methods.folder import RunFolder, identity_of
-from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import check_strategy, sized
+from metricopt_ext.methods.strategy import LearningStrategy, check_plan
 from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.asking import Trial as Asked
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.combine import Combine
-from metricopt_ext.tasks.evaluation import Evaluation, Outcome
-from metricopt_ext.tasks.halved import by_name, pairs_of
+from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.numbers import number_of
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
+
+MAPPING = "they must map names to numbers, e.g. {'accuracy': 0.9}"
 
 # Which trial each model is at, by what holds its phi.
 _APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -130,18 +127,11 @@ class Search:
         output_dir: Keeps every answer, with its point; None keeps nothing.
         resume: Continue from ``output_dir``: its answers are told again, and its open trials stay open.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
-        maximize: With an adapter only: whether higher is better.
-        bounds: With an adapter only: lowest and highest possible value; None if they are not known.
-        name: With an adapter only: the metric's name.
-        subject_to: With an adapter only: constraints on other quantities, which `tell` takes as ``outcomes``
-            (`Metric`).
-        combine: With an adapter only: how outcomes make the metric; `tell` takes them by name then (`Metric`).
-        combined: With an adapter only: names of what is combined, as of `Metric`.
-        directions: With an adapter only: whether higher is better, as of `Metric`.
         gradients: With an adapter only: gradients of a loss in phi, ``m x d``, computed elsewhere; their directions
             shape f's kernel and the first design.
-        new_classes: With an adapter only: whether the model will be judged on classes other than the metric's; see
-            `Metric`. A result before the budget is spent has f's mean instead of the value of what is kept.
+        of_metric: With an adapter only: arguments of `Metric` besides the function, ``maximize`` among them; ``bounds``
+            are None if they are not given. `tell` takes what ``subject_to`` and ``combine`` need. Where classes are
+            new, a result before the budget is spent has f's mean instead of the value of what is kept.
 
     Raises:
         ValueError: A number is out of range, or the strategy has no ask and tell, or arguments do not go together.
@@ -170,36 +160,20 @@ class Search:
         output_dir: str | Path | None = None,
         resume: bool = False,
         guard_confidence: float = CONFIDENCE,
-        maximize: bool | None = None,
-        bounds: tuple[float, float] | None = None,
-        name: str | None = None,
-        subject_to: Mapping[str, str] | None = None,
         gradients: Tensor | None = None,
-        new_classes: bool | None = None,
-        combine: Combine | None = None,
-        combined: Sequence[str] | None = None,
-        directions: Mapping[str, bool] | None = None,
+        **of_metric: Any,
     ) -> None:
-        task = _task_of(
-            task,
-            gradients,
-            maximize=maximize,
-            bounds=bounds,
-            name=name,
-            subject_to=subject_to,
-            new_classes=new_classes,
-            combine=combine,
-            combined=combined,
-            directions=directions,
-        )
+        task = _task_of(task, gradients, of_metric)
+        if isinstance(strategy, LearningStrategy):
+            raise ValueError(
+                f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings;"
+                " use optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
+            )
         strategy = strategy or GuidedTrustRegion()
-        check_search(strategy)
-        check_integer(0, queries=queries, seed=seed)
-        deviates(guard_confidence)  # refuses what is out of range
-        task.metric.ledger.require(queries)
-        candidates, evaluations = all_starts(task, starts or {}), queries // task.metric.repeats
-        fixed = sum(isinstance(each, Start) for each in candidates.values())
-        size = sized(strategy, evaluations, task.dim, fixed, held_back(strategy, task.metric))
+        _, size = check_plan(
+            task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
+        )
+        candidates = all_starts(task, starts or {})
         with task.adapter.applied(Start(task.origin())):
             strategy.check(task)
             task.check_loss(seed, 2)
@@ -209,18 +183,16 @@ class Search:
         self.folder: RunFolder = RunFolder(output_dir, identity)
         self.task: FinetuneTask = task
         self.strategy: SearchStrategy = strategy
-        self.queries: int = evaluations
+        self.queries: int = queries // task.metric.repeats
         self._held = ExitStack()
         self._held.enter_context(self.folder.writing(resume))
         try:
             log = self.folder.log(task.metric)
-            budgets = log.sit(evaluations)
+            self._run = SearchRun(task, strategy, candidates, log, self.queries, seed, guard_confidence)
         except BaseException:
             self._held.close()
             raise
-        planned = log.sittings[0].budget
-        self._run = SearchRun(task, strategy, candidates, budgets, seed, guard_confidence, planned)
-        self._asking = self._run.asking(log)
+        self._asking = self._run.asking
         self._trials: dict[int, Trial] = {}
 
     def ask(self, n: int = 1) -> list[Trial]:
@@ -269,16 +241,19 @@ class Search:
         """
         metric = self.task.metric
         try:
-            told, besides = _read(metric, value, halves, noise, outcomes)
-        except MetricError as wrong:
+            if outcomes is not None and (metric.combination or not isinstance(outcomes, Mapping)):
+                remedy = "combine makes the metric of its outcomes; tell all of them, {NAME: VALUE}, first"
+                raise ValueError(f"outcomes are {brief(outcomes)}; {remedy if metric.combination else MAPPING}")
+            returned = (value, halves) if metric.combination else (value, halves, noise)
+            told = metric.read({**metric.named(returned), **(outcomes or {})}, noisy=True)
+            own = told.pop(metric.name)
+            evaluation = Evaluation(own.value, told, own.pairs, own.noise, sign=metric.sign)
+            if metric.combination and noise is not None:
+                evaluation = evaluation._replace(noise=number_of(noise))
+                evaluation.check()
+        except (MetricError, TypeError) as wrong:
             raise ValueError(str(wrong)) from wrong
-        before = {len(each.pairs) for each in self._asking.log.entries.values() if each.pairs}
-        if told.pairs and before and len(told.pairs) not in before:
-            raise ValueError(
-                f"trial {id} is told {counted(len(told.pairs), 'pair')} of halves, but others {before.pop()}; divide"
-                " the data in the same ways for all"
-            )
-        self._asking.tell(id, Evaluation(told.value, besides, told.pairs, told.noise, sign=metric.sign))
+        self._asking.tell(id, evaluation)
 
     def fail(self, id: int, reason: str = "") -> None:
         """Say that a trial's evaluation failed: it counts as a query, and the worst value of the run stands in for it.
@@ -322,7 +297,7 @@ class Search:
             most: How many trials.
             seconds: Seconds that a query took.
         """
-        return self._run.assessment(self._asking, most, seconds)
+        return self._run.assessment(most, seconds)
 
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
@@ -336,7 +311,7 @@ class Search:
                 it was.
             OSError: It was removed.
         """
-        result = self._run.outcome(self._asking)
+        result = self._run.outcome()
         with self.folder.held():
             self._asking.log.check_unchanged()  # before the model is another
             self.task.adapter.apply(result.start_of(result.chosen))
@@ -356,98 +331,20 @@ class Search:
         self.close()
 
 
-def check_search(strategy: Any) -> None:
-    """Refuse what can't be asked and told.
-
-    Raises:
-        ValueError: It is a class, or a strategy that runs its own trainings.
-    """
-    check_strategy(strategy)
-    if not isinstance(strategy, SearchStrategy):
-        raise ValueError(
-            f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings; use"
-            " optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
-        )
-
-
-def _task_of(task: FinetuneTask | Adapter, gradients: Tensor | None, **options: Any) -> FinetuneTask:
-    """Return the task itself; or that of an adapter, with a metric of the options that are not None (`Search`)."""
-    given = {key: value for key, value in options.items() if value is not None}
+def _task_of(task: FinetuneTask | Adapter, gradients: Tensor | None, of_metric: dict[str, Any]) -> FinetuneTask:
+    """Return the task itself; or that of an adapter, with a metric that is told (`Search`)."""
     if isinstance(task, FinetuneTask):
-        if gradients is not None or given:
-            one = next(iter(given), "gradients")
+        if gradients is not None or of_metric:
+            one = next(iter(of_metric), "gradients")
             raise ValueError(f"{one} is given beside a task, whose metric has its own; leave it out")
         return task
     if not isinstance(task, Adapter):
         raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
-    if "maximize" not in given:
+    if "maximize" not in of_metric:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
-    metric = Metric(_told_from_outside, **{"name": "metric", "bounds": None} | given)
+    metric = Metric(_told_from_outside, **{"name": "metric", "bounds": None} | of_metric)
     return FinetuneTask(task, metric=metric, gradients=gradients)
 
 
 def _told_from_outside(model: nn.Module) -> float:
     raise MetricError("the values of this search are told to it; it has no function to call")
-
-
-def _read(
-    metric: Metric, value: Any, halves: Any, noise: Any, outcomes: Mapping[str, Any] | None
-) -> tuple[Outcome, dict[str, Outcome]]:
-    """Return what was told of the metric, and of other quantities.
-
-    Raises:
-        ValueError, MetricError: It is something else (`Search.tell`).
-    """
-    if metric.combination is None:
-        told = _told(f"{metric.name!r}", (value, halves, noise))
-        checked = told._replace(value=metric.checked(told.value), pairs=metric.checked_pairs(told.pairs))
-        return checked, told_besides(outcomes, metric)
-    if not isinstance(value, Mapping) or outcomes is not None:
-        given = brief(value) if outcomes is None else f"outcomes={brief(outcomes)}"
-        raise ValueError(f"{given}: combine makes the metric of its outcomes; tell all of them, {{NAME: VALUE}}, first")
-    besides = told_besides(by_name(value, halves), metric)
-    own = _told(f"{metric.name!r}", (0.0, None, noise))
-    return metric.combined_of(besides)._replace(noise=own.noise), besides
-
-
-def told_besides(outcomes: Mapping[str, Any] | None, metric: Metric) -> dict[str, Outcome]:
-    """Return what was told besides the metric.
-
-    Raises:
-        ValueError: It is no mapping of names to finite numbers, or lacks what the metric is subject to.
-    """
-    if outcomes is not None and not isinstance(outcomes, Mapping):
-        raise ValueError(f"outcomes are {brief(outcomes)}; they must map names to numbers, e.g. {{'accuracy': 0.9}}")
-    told = dict[str, Outcome]()
-    for name, given in (outcomes or {}).items():
-        told[name] = _told(f"outcome {name!r}", given if isinstance(given, tuple) else (given,))
-        finite = all(map(math.isfinite, (told[name].value, *chain(*told[name].pairs))))
-        if not finite or not isinstance(name, str):
-            raise ValueError(
-                f"outcomes have {brief(name)}: {brief(given)}; it must be a finite number, a text its name"
-            )
-    if missing := [name for name in metric.subject_to if name not in told]:
-        remedy = f"tell {{{missing[0]!r}: VALUE}} among them"
-        raise ValueError(f"the metric is subject to {missing[0]!r}, and told are {list(told)} besides; {remedy}")
-    return told
-
-
-def _told(what: str, given: tuple[Any, ...]) -> Outcome:
-    """Return a value, and its halves and its noise if they are told.
-
-    Raises:
-        ValueError: They are something else, or the noise is no standard error.
-    """
-    try:
-        value, halves, noise = (*given, None, None)[: max(3, len(given))]
-        pairs = () if halves is None else pairs_of(halves)
-        error = None if noise is None else number_of(noise)
-        told = Outcome(number_of(value), pairs, error)
-    except (TypeError, ValueError) as wrong:
-        raise ValueError(
-            f"{what}: {', '.join(map(brief, given))}; tell a number, two for halves or None (or several pairs of two),"
-            " and a number for noise or None; several numbers by name are for a metric with combine='worst'"
-        ) from wrong
-    if error is not None and not 0 <= error < math.inf:
-        raise ValueError(f"{what}: noise is {noise!r}; it must be a standard error, at least 0 and finite, or None")
-    return told

@@ -1,24 +1,22 @@
 """Is it worth it? The first queries of a search say so, and count towards the search that follows."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
-from metricopt_ext.methods.evaluating import first_answers
-from metricopt_ext.methods.folder import identity_of
-from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.evaluating import begun
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import taken
+from metricopt_ext.methods.run import SearchRun
 from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.strategy import checked
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import brief, counted
 
 
@@ -76,36 +74,24 @@ def assess(
     """
     repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
     queries = QUERIES + of_settings * repeats if queries is None else queries
-    check_integer(0, queries=queries, seed=seed)
-    deviates(guard_confidence)  # refuses what is out of range
-    search = GuidedTrustRegion() if strategy is None else strategy
+    search = checked(task, queries, strategy, starts, guard_confidence, seed)
     if not isinstance(search, SearchStrategy) or not search.anytime:
         raise ValueError(
             f"what {brief(search)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
         )
-    starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
-    del starts["start"]
-    fixed = 1 + sum(isinstance(each, Start) for each in starts.values())
+    candidates = all_starts(task, starts or {})
+    fixed = sum(isinstance(each, Start) for each in candidates.values())
     if queries < (least := (fixed + of_settings + 1) * repeats):
         beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
-    task.metric.ledger.require(queries)
-    kept = output_dir is not None or distributed.several()
-    identity = identity_of(search.identity(), task, starts, seed) if kept else {}
-    with ExitStack() as run:
-        folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
-        log = folder.log(task.metric)
+    others = {name: start for name, start in candidates.items() if name != "start"}
+    with taken(task, search.identity(), others, seed, queries, output_dir, resume, callback) as (folder, shown):
+        log, most = folder.log(task.metric), queries // repeats
         shown.on_file(min(queries, log.answered * repeats))
-        run.enter_context(folder.own_ledger(task.metric, queries))
-        found = first_answers(
-            task,
-            queries // repeats,
-            search,
-            starts=starts,
-            confidence=guard_confidence,
-            seed=seed,
-            callback=shown,
-            kept=log,
-        )
+        run = SearchRun(task, search, candidates, log, None, seed, guard_confidence)
+        with folder.own_ledger(task.metric, queries), begun(run, shown) as loop:
+            for _ in loop.trials(most):
+                pass
+            found = distributed.on_first(lambda: run.assessment(most, loop.seconds))
         shown.done()
     return found

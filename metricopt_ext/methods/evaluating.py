@@ -5,21 +5,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import RankError
-from metricopt_ext.methods.agreement import alike
-from metricopt_ext.methods.assessment import QUERIES, Assessment
+from metricopt_ext.methods.assessment import QUERIES
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.run import Held, SearchRun
 from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, LearningStrategy, check_strategy
 from metricopt_ext.runtime import distributed
+from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import Asking, Trial, labelled
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
@@ -30,72 +31,8 @@ from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.words import counted
 
-# A budget that the first trials of a search do not come near.
-OUT_OF_SIGHT = 1000
-
-
-class SearchLoop(LearningStrategy):
-    """Runs a search on a task's own metric, for `optimize_metric`.
-
-    Args:
-        search: The search.
-    """
-
-    takes_starts: ClassVar[bool] = True
-    takes_constraints: ClassVar[bool] = True
-    takes_settings: ClassVar[bool] = True
-
-    def __init__(self, search: SearchStrategy) -> None:
-        self.search, self.grows = search, search.anytime
-
-    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
-        """Return the search's (see `LearningStrategy`)."""
-        return self.search.size(evaluations, dim, starts)
-
-    def held_back(self, metric: Metric) -> int:
-        """Return the search's (see `LearningStrategy`)."""
-        return held_back(self.search, metric)
-
-    def identity(self) -> dict[str, Any]:
-        """Return the search's (see `LearningStrategy`)."""
-        return self.search.identity()
-
-    def run(self, context: Context) -> Result:
-        """Search, and tell what is on file again (see `LearningStrategy`)."""
-        task, folder, callback, repeats = context.task, context.folder, context.callback, context.task.metric.repeats
-        log = folder.log(task.metric)
-        callback.on_file(log.answered * repeats)
-        *earlier, _ = log.sit(context.queries // repeats)
-        besides = len(earlier) * (1 + self.held_back(task.metric)) * repeats
-        if earlier:
-            callback.say(f"it goes on from {counted(earlier[-1] * repeats, 'query')}, whose end is a query besides")
-        with folder.own_ledger(task.metric, context.queries + besides):
-            (result,) = search_results(
-                task,
-                [context.queries],
-                self.search,
-                starts=context.starts,
-                confidence=context.confidence,
-                seed=context.seed,
-                callback=callback,
-                kept=log,
-                earlier=earlier,
-                planned=log.sittings[0].budget,
-            )
-        return result
-
-
-def runner_of(strategy: SearchStrategy | LearningStrategy | None) -> LearningStrategy:
-    """Return what runs a strategy: a learner itself, or the loop that asks and tells a search; by default a guided one.
-
-    Raises:
-        ValueError: It is no strategy.
-    """
-    strategy = GuidedTrustRegion() if strategy is None else strategy
-    check_strategy(strategy)
-    return SearchLoop(strategy) if isinstance(strategy, SearchStrategy) else strategy
+CHANCE = 1e-6  # how unlikely a difference of two ranks' noisy values must be to be one of data
 
 
 class Evaluating:
@@ -210,6 +147,19 @@ class Evaluating:
         return f"query {trial.id + 1}" + ("" if self.run is None else f" of {self.run.queries}")
 
 
+@contextmanager
+def begun(run: SearchRun, callback: Callback) -> Iterator[Evaluating]:
+    """Begin what answers a run, once its loss was checked, and refuse one that changed the model's weights."""
+    task = run.task
+    run.strategy.check(task)
+    task.check_loss(run.seed, 2)
+    with task.metric.calling(callback.answered), task.keeping_weights():
+        try:
+            yield Evaluating(task, run.asking, callback, run)
+        finally:
+            run.held = None
+
+
 def search_results(
     task: FinetuneTask,
     checkpoints: Sequence[int],
@@ -220,8 +170,6 @@ def search_results(
     seed: int = 0,
     callback: Callback | None = None,
     kept: Log | None = None,
-    earlier: Sequence[int] = (),
-    planned: int | None = None,
 ) -> Iterator[Result]:
     """Run a search once, and yield the guarded result that each number of queries would have had.
 
@@ -238,21 +186,19 @@ def search_results(
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
         callback: Notified of progress.
-        kept: Keeps the evaluations; those on file are told and booked, and not made again.
-        earlier: Evaluations of earlier sittings, to whose ends the run comes first.
-        planned: Evaluations by which lines and settings get theirs; by default those of the first checkpoint.
+        kept: Keeps the evaluations; those on file are told and booked, and not made again. The run comes to the ends of
+            its earlier sittings first.
 
     Raises:
         WeightsError: As from `FinetuneTask.keeping_weights`.
         ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric` and `all_starts`.
     """
-    search, callback = search or GuidedTrustRegion(), callback or Callback()
-    candidates = all_starts(task, starts or {})
-    numbers = [queries // task.metric.repeats for queries in checkpoints]
+    search, callback, log = search or GuidedTrustRegion(), callback or Callback(), kept or Log(None, task.metric)
+    candidates, numbers = all_starts(task, starts or {}), [queries // task.metric.repeats for queries in checkpoints]
     fixed = sum(isinstance(each, Start) for each in candidates.values())
     check_checkpoints(search, task, numbers, fixed)
-    run = SearchRun(task, search, candidates, [*earlier, numbers[0]], seed, confidence, planned)
-    with _begun(task, run, kept, callback) as loop:
+    run = SearchRun(task, search, candidates, log, numbers[0], seed, confidence)
+    with begun(run, callback) as loop:
         said, of_settings = False, 0
         for queries in numbers:
             if queries != numbers[0]:
@@ -262,54 +208,11 @@ def search_results(
                 of_phi = trial.id + 1 - of_settings
                 if not said and trial.stage != "settings" and of_phi >= min(QUERIES, run.queries - of_settings):
                     said = True
-                    for line in run.assessment(loop.asking, trial.id + 1, loop.seconds).brief():
+                    for line in run.assessment(trial.id + 1, loop.seconds).brief():
                         callback.say(line)
-            yield distributed.on_first(lambda: run.outcome(loop.asking))
-        if moved := loop.asking.moved():
+            yield distributed.on_first(run.outcome)
+        if moved := run.asking.moved():
             callback.say(moved)
-
-
-def first_answers(
-    task: FinetuneTask,
-    most: int,
-    search: SearchStrategy,
-    *,
-    starts: Mapping[str, Start | StartLine],
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
-    callback: Callback,
-    kept: Log | None = None,
-) -> Assessment:
-    """Ask the first trials of a search, as `search_results` asks them, and return what they say.
-
-    Args:
-        task: Model, loss, batches and metric.
-        most: How many evaluations are made, more than there are starts, phi = 0 among them.
-        search: The search; what it asks first must not depend on its budget (`SearchStrategy.anytime`).
-        starts: As of `search_results`, as for the rest.
-        confidence: The guard's.
-        seed: Seed of all draws.
-        callback: Notified of progress.
-        kept: Keeps the evaluations, for the search that goes on.
-    """
-    # No end is asked for within the first trials, and no batch cut, if the budget is out of sight.
-    run = SearchRun(task, search, all_starts(task, starts), OUT_OF_SIGHT + most, seed, confidence)
-    with _begun(task, run, kept, callback) as loop:
-        for _ in loop.trials(most):
-            pass
-        return distributed.on_first(lambda: run.assessment(loop.asking, most, loop.seconds))
-
-
-@contextmanager
-def _begun(task: FinetuneTask, run: SearchRun, kept: Log | None, callback: Callback) -> Iterator[Evaluating]:
-    run.strategy.check(task)
-    task.check_loss(run.seed, 2)
-    with task.metric.calling(callback.answered), task.keeping_weights():
-        asking = run.asking(kept or Log(None, task.metric))
-        try:
-            yield Evaluating(task, asking, callback, run)
-        finally:
-            run.held = None
 
 
 def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
@@ -366,3 +269,36 @@ def check_checkpoints(search: SearchStrategy, task: FinetuneTask, checkpoints: S
             raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
     needed = (checkpoints[-1] + (len(checkpoints) - 1) * (1 + kept)) * task.metric.repeats
     task.metric.ledger.require(needed)
+
+
+def alike(metric: Metric, found: Sequence[Evaluation]) -> Evaluation:
+    """Return the first rank's evaluation of a model, if all ranks found the same.
+
+    Raises:
+        RankError: One did not.
+    """
+    first, *others = found
+    for number, other in enumerate(others, 1):
+        if not _agree(metric, first, other):
+            raise RankError(
+                f"metric {metric.name!r} is {first.value:.6g}, halves {first.pairs[:1]}, on rank 0, but"
+                f" {other.value:.6g}, halves {other.pairs[:1]}, on rank {number}, for the same model: each rank's"
+                " metric must see all the data (no shard of it, no DistributedSampler), and draw the same at random"
+            )
+    return first
+
+
+def _agree(metric: Metric, a: Evaluation, b: Evaluation) -> bool:
+    """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
+    low, high = metric.bounds or (0.0, 1e-3)
+    close = partial(math.isclose, rel_tol=ROUNDING, abs_tol=1e-6 * (high - low))  # single precision, of what is near 0
+    if metric.repeats > 1:
+        spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
+        if close(a.value, b.value) or not spread:
+            return close(a.value, b.value)
+        from scipy.special import stdtr  # of Student's t distribution
+
+        return bool(2 * stdtr(2 * (metric.repeats - 1), -abs(a.value - b.value) / spread) > CHANCE)
+    values, others = ((each.value, *chain(*each.pairs)) for each in (a, b))
+    same = len(values) == len(others) and a.also.keys() == b.also.keys() and all(map(close, values, others))
+    return same and all(math.isclose(a.also[n], b.also[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a.also)

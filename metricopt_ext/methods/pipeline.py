@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
-from metricopt_ext.errors import BudgetError, MetricError
-from metricopt_ext.methods.evaluating import runner_of
+from metricopt_ext.errors import MetricError
+from metricopt_ext.methods.evaluating import search_results
 from metricopt_ext.methods.folder import HOLDOUT, RunFolder, identity_of
-from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import check_holdout, confirmed
+from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import all_starts, check_starts
-from metricopt_ext.methods.strategy import Context, LearningStrategy, check_constraints, sized
+from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.strategy import Context, LearningStrategy, Strategy, check_plan
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
@@ -24,8 +24,7 @@ from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils.checks import check_integer
-from metricopt_ext.utils.words import and_more
+from metricopt_ext.utils.words import counted
 
 
 @undone_if_cut_short
@@ -33,7 +32,7 @@ def optimize_metric(
     task: FinetuneTask,
     *,
     queries: int,
-    strategy: SearchStrategy | LearningStrategy | None = None,
+    strategy: Strategy | None = None,
     starts: Mapping[str, Start | StartLine] | None = None,
     guard_confidence: float = CONFIDENCE,
     holdout: Metric | None = None,
@@ -93,37 +92,24 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
         RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
-    size = check_plan(
-        task.adapter,
-        task.metric,
-        queries=queries,
-        strategy=strategy,
-        starts=starts,
-        guard_confidence=guard_confidence,
-        seed=seed,
+    strategy, size = check_plan(
+        task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
     )
-    runner = runner_of(strategy)
-    if task.settings is not None and task.settings.queries and not runner.takes_settings:
-        raise ValueError(
-            f"the task has settings of inference, {and_more(task.settings.names)}, which {type(runner).__name__} does"
-            " not tune; search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
-        )
     starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
     del starts["start"]
     if holdout is not None:
         check_holdout(task, holdout)
-    kept = output_dir is not None or distributed.several()
-    settings = {**runner.identity(), **({} if runner.grows else size)}
-    identity = identity_of(settings, task, starts, seed) if kept else {}
-    if kept and holdout is not None:
-        identity["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
-    with ExitStack() as run:
-        folder, shown = run.enter_context(taken(task, identity, queries, output_dir, resume, callback))
+    settings = {**strategy.identity(), **({} if strategy.anytime else size)}
+    if holdout is not None:
+        settings["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
+    with taken(task, settings, starts, seed, queries, output_dir, resume, callback) as (folder, shown):
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
             context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
-            learns = isinstance(strategy, LearningStrategy)
-            result = run_by_first(runner, context) if learns else runner.run(context)
+            if isinstance(strategy, LearningStrategy):
+                result = _learned(strategy, context)
+            else:
+                result = _searched(strategy, context)
             result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
         task.adapter.apply(result.start_of(result.chosen))
         folder.keep(task, result)
@@ -132,12 +118,35 @@ def optimize_metric(
     return result
 
 
-def run_by_first(runner: LearningStrategy, context: Context) -> Result:
+def _learned(strategy: LearningStrategy, context: Context) -> Result:
     """Have the first of the ranks run a strategy, whose queries all of them book."""
-    result = distributed.on_first(lambda: runner.run(context))
+    result = distributed.on_first(lambda: strategy.run(context))
     if distributed.rank() > 0:
         for purpose, spent in result.queries.items():
             context.task.metric.ledger.spend(purpose, spent)
+    return result
+
+
+def _searched(search: SearchStrategy, context: Context) -> Result:
+    """Search, and tell what is on file again."""
+    task, callback, repeats = context.task, context.callback, context.task.metric.repeats
+    log = context.folder.log(task.metric)
+    callback.on_file(log.answered * repeats)
+    *earlier, _ = log.sit(context.queries // repeats)
+    if earlier:
+        callback.say(f"it goes on from {counted(earlier[-1] * repeats, 'query')}, whose end is a query besides")
+    besides = len(earlier) * (1 + held_back(search, task.metric)) * repeats
+    with context.folder.own_ledger(task.metric, context.queries + besides):
+        (result,) = search_results(
+            task,
+            [context.queries],
+            search,
+            starts=context.starts,
+            confidence=context.confidence,
+            seed=context.seed,
+            callback=callback,
+            kept=log,
+        )
     return result
 
 
@@ -153,7 +162,9 @@ def confirmed_by(holdout: Metric | None, result: Result, context: Context) -> Re
 @contextmanager
 def taken(
     task: FinetuneTask,
-    identity: dict[str, Any],
+    settings: dict[str, Any],
+    starts: Mapping[str, Start | StartLine],
+    seed: int,
     queries: int,
     output_dir: str | Path | None,
     resume: bool,
@@ -163,15 +174,18 @@ def taken(
 
     Args:
         task: The task.
-        identity: What the run depends on (`identity_of`).
+        settings: What the run depends on, as of `identity_of`, as for the next two.
+        starts: What it may begin from.
+        seed: Its seed.
         queries: Those of the run, for the callback.
         output_dir: As of `optimize_metric`, as for the rest.
         resume: Whether to continue what is in the folder.
         callback: Notified of progress.
     """
     check_callback(callback)
-    with ExitStack() as run:
-        run.enter_context(distributed.sharing({"queries": queries, **identity}))
+    kept = output_dir is not None or distributed.several()
+    identity = identity_of(settings, task, starts, seed) if kept else {}
+    with distributed.sharing({"queries": queries, **identity}), ExitStack() as run:
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
         shown = run.enter_context(progress_of(callback, task.metric.name, queries))
@@ -204,48 +218,3 @@ def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> R
     for name, values in {"start": before, result.chosen: after}.items():
         elsewhere[name] = {**elsewhere.get(name, {}), **values}
     return replace(result, elsewhere=elsewhere)
-
-
-def check_plan(
-    adapter: Adapter,
-    metric: Metric,
-    *,
-    queries: int,
-    strategy: SearchStrategy | LearningStrategy | None = None,
-    starts: Mapping[str, Start | StartLine] | None = None,
-    guard_confidence: float = CONFIDENCE,
-    seed: int = 0,
-) -> dict[str, int]:
-    """Check what `optimize_metric` would be asked for, as far as it can be known before a model is trained.
-
-    Args:
-        adapter: Has phi's dimension; one that is attached for this alone will do.
-        metric: Has the budget.
-        queries: See `optimize_metric`, as for all others.
-        strategy: The strategy.
-        starts: The starts, only counted here; lines of them take what is left.
-        guard_confidence: The guard's confidence.
-        seed: The seed.
-
-    Returns:
-        Sizes that follow from the budget.
-
-    Raises:
-        ValueError, BudgetError: As from `optimize_metric`.
-    """
-    check_integer(0, queries=queries, seed=seed)
-    deviates(guard_confidence)  # refuses what is out of range
-    runner = runner_of(strategy)
-    check_starts(starts or {})
-    if starts and not runner.takes_starts:
-        raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
-    if not runner.takes_constraints:
-        check_constraints(metric, type(runner).__name__)
-    metric.ledger.require(queries)
-    fixed = sum(not isinstance(each, StartLine) for each in (starts or {}).values())
-    try:
-        return sized(runner, queries // metric.repeats, adapter.dim, 1 + fixed, runner.held_back(metric))
-    except BudgetError as error:
-        if metric.repeats == 1:
-            raise
-        raise BudgetError(f"{error} (each an evaluation of {metric.repeats} queries: its repeats)") from error

@@ -1,7 +1,7 @@
 """A run on a metric as one generator: starts, lines of them, settings of inference, and the search from the best."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,6 +25,9 @@ from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
+
+# A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
+OUT_OF_SIGHT = 1_000_000
 
 
 class Held:
@@ -58,13 +61,15 @@ class SearchRun:
         task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
         strategy: The search.
         starts: What it may begin from, by name: ``"start"``, the model as it was trained, first; and lines of starts.
-        queries: Evaluations that may be spent; or of several sittings, ascending: the run comes to the end of each, a
-            query of its own, and goes on.
+        log: Has the answers on file, and gets those to come.
+        queries: Evaluations that may be spent; None for a budget out of sight, by which the first trials are asked.
+            Where earlier sittings had fewer, the run comes to the end of each, a query of its own, and goes on; lines
+            and settings get theirs by the first.
         seed: Seed of all draws.
         confidence: How sure the guard must be, at least 0.5 and below 1.
-        planned: Evaluations by which lines and settings get theirs; by default the first of ``queries``.
 
     Attributes:
+        asking: Drives the run.
         queries: Those of the sitting; it may be raised.
         starts: The starts, by name; the best of lines, and tuned settings, are added.
         evaluated: The metric's evaluations of them.
@@ -76,13 +81,13 @@ class SearchRun:
         task: FinetuneTask,
         strategy: SearchStrategy,
         starts: Mapping[str, Start | StartLine],
-        queries: int | Sequence[int],
+        log: Log,
+        queries: int | None,
         seed: int = 0,
         confidence: float = CONFIDENCE,
-        planned: int | None = None,
     ) -> None:
-        self.queries, *self._later = [queries] if isinstance(queries, int) else queries
-        self.planned = self.queries if planned is None else planned
+        self.queries, *self._later = [OUT_OF_SIGHT] if queries is None else log.sit(queries)
+        self.planned = OUT_OF_SIGHT if queries is None else log.sittings[0].budget
         self.task, self.strategy = task, strategy
         self.starts, self._lines = divided(starts)
         self.evaluated: dict[str, Evaluation] = {}
@@ -99,6 +104,8 @@ class SearchRun:
         self._over = False  # whether there is nothing more to ask
         self._besides = 0  # evaluations of where earlier sittings ended
         self.held: Held | None = None  # where a loop has the model meanwhile
+        check = (lambda values: None) if task.settings is None else task.settings.complete
+        self.asking = Asking(self.batches(), log, task.metric.repeats, check)
 
     # --- What is asked, in order -------------------------------------------------------------------------------------
 
@@ -231,18 +238,13 @@ class SearchRun:
 
     # --- What it comes to --------------------------------------------------------------------------------------------
 
-    def asking(self, kept: Log) -> Asking[None]:
-        """Return what drives the run, with the evaluations on file."""
-        settings = self.task.settings
-        check = (lambda values: None) if settings is None else settings.complete
-        return Asking(self.batches(), kept, self.task.metric.repeats, check)
-
-    def outcome(self, asking: Asking[None]) -> Result:
+    def outcome(self) -> Result:
         """Return what the guard makes of all that was told; the run goes on as if nobody had looked.
 
         Raises:
             BudgetError: Too few were; the message says how many are missing.
         """
+        asking = self.asking
         asking.go_on()
         least, evaluated = self._least, asking.log.answered
         if self.points:
@@ -263,15 +265,14 @@ class SearchRun:
         queries = {**result.queries, "search": result.queries["search"] + besides}
         return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)
 
-    def assessment(self, asking: Asking[None], most: int, seconds: float = math.nan) -> Assessment:
+    def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
 
         Args:
-            asking: What drives the run.
             most: How many trials.
             seconds: Seconds that a query took.
         """
-        told = [(each, asking.answer(each.id)) for each in asking.trials[:most]]
+        told = [(each, self.asking.answer(each.id)) for each in self.asking.trials[:most]]
         known = [(trial, evaluation) for trial, evaluation in told if evaluation is not None]
         of_phi = [each for each in known if each[0].stage != "settings"]
         adapter, began = self.task.adapter, self.starts[self.started]

@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.folder import RunFolder
-from metricopt_ext.methods.guard import CONFIDENCE
+from metricopt_ext.methods.guard import CONFIDENCE, deviates
+from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.starts import check_starts
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_instance
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.checks import check_instance, check_integer
+from metricopt_ext.utils.words import and_more, brief
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,14 @@ class Context:
 class LearningStrategy(ABC):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
 
-    A subclass is a frozen dataclass of its settings.
+    It begins from phi = 0 alone, respects no constraints, and tunes no settings of inference. A subclass is a frozen
+    dataclass of its settings.
 
     Attributes:
-        takes_starts: Whether a run may begin from the best of several starts.
-        takes_constraints: Whether it respects what the metric is subject to.
-        takes_settings: Whether it tunes settings of inference.
-        grows: Whether a finished run can go on with more queries.
+        anytime: As of `SearchStrategy`; a finished run can't go on with more queries.
     """
 
-    takes_starts: ClassVar[bool] = False
-    takes_constraints: ClassVar[bool] = False
-    takes_settings: ClassVar[bool] = False
-    grows: bool = False
+    anytime: ClassVar[bool] = False
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
@@ -67,10 +65,6 @@ class LearningStrategy(ABC):
         Raises:
             BudgetError: It is too small; the message says how many are needed.
         """
-
-    def held_back(self, metric: Metric) -> int:
-        """Return how many evaluations are for what is kept alone (`new_classes.held_back`)."""
-        return 0
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -101,35 +95,16 @@ def check_constraints(metric: Metric, who: str) -> None:
 Strategy = SearchStrategy | LearningStrategy
 
 
-def sized(strategy: Strategy, evaluations: int, dim: int, starts: int, held_back: int) -> dict[str, int]:
-    """Return what follows from a number of evaluations, of which some are held back.
-
-    Args:
-        strategy: The strategy.
-        evaluations: How many may be made.
-        dim: phi's dimension.
-        starts: Number of starts, phi = 0 among them.
-        held_back: How many of them are for what is kept alone.
-
-    Raises:
-        BudgetError: The others are too few; the message says how many are needed.
-    """
-    size = strategy.size(evaluations, dim, starts)
-    try:
-        strategy.size(evaluations - held_back, dim, starts)
-    except BudgetError as error:
-        raise BudgetError(
-            f"{error}; of {evaluations}, one is held back for the value of what is kept, as classes are new"
-        ) from error
-    return size
-
-
-def check_strategy(strategy: Any) -> None:
-    """Refuse what is no strategy.
-
-    Raises:
-        ValueError: It is a class, or something else.
-    """
+def checked(
+    task: FinetuneTask,
+    queries: int,
+    strategy: Strategy | None,
+    starts: Mapping[str, Start | StartLine] | None,
+    guard_confidence: float,
+    seed: int,
+) -> Strategy:
+    """Return a run's strategy, by default a guided search; see `check_plan`."""
+    strategy = GuidedTrustRegion() if strategy is None else strategy
     if isinstance(strategy, type):
         check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
     if not isinstance(strategy, SearchStrategy | LearningStrategy):
@@ -137,3 +112,59 @@ def check_strategy(strategy: Any) -> None:
             f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a learner,"
             " e.g. Recipe()"
         )
+    check_integer(0, queries=queries, seed=seed)
+    deviates(guard_confidence)  # refuses what is out of range
+    check_starts(starts or {})
+    if isinstance(strategy, LearningStrategy):
+        who = type(strategy).__name__
+        if starts:
+            raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
+        if task.settings is not None and task.settings.queries:
+            raise ValueError(
+                f"the task has settings of inference, {and_more(task.settings.names)}, which {who} does not tune;"
+                " search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
+            )
+        check_constraints(task.metric, who)
+    task.metric.ledger.require(queries)
+    return strategy
+
+
+def check_plan(
+    task: FinetuneTask,
+    *,
+    queries: int,
+    strategy: Strategy | None = None,
+    starts: Mapping[str, Start | StartLine] | None = None,
+    guard_confidence: float = CONFIDENCE,
+    seed: int = 0,
+) -> tuple[Strategy, dict[str, int]]:
+    """Check what `optimize_metric` is asked for, as far as it can be known before a model is trained.
+
+    Args:
+        task: Has phi's dimension, and the metric's budget; one without a loss will do.
+        queries: See `optimize_metric`, as for all others.
+        strategy: The strategy.
+        starts: The starts, only counted here; lines of them take what is left.
+        guard_confidence: The guard's confidence.
+        seed: The seed.
+
+    Returns:
+        The strategy, and sizes that follow from the budget.
+
+    Raises:
+        ValueError, BudgetError: As from `optimize_metric`.
+    """
+    strategy = checked(task, queries, strategy, starts, guard_confidence, seed)
+    evaluations = queries // task.metric.repeats
+    held = held_back(strategy, task.metric) if isinstance(strategy, SearchStrategy) else 0
+    fixed = 1 + sum(not isinstance(each, StartLine) for each in (starts or {}).values())
+    said = ""
+    try:
+        size = strategy.size(evaluations, task.dim, fixed)
+        said = f"; of {evaluations}, one is held back for the value of what is kept, as classes are new"
+        strategy.size(evaluations - held, task.dim, fixed)
+    except BudgetError as error:
+        if task.metric.repeats > 1:
+            said += f" (each an evaluation of {task.metric.repeats} queries: its repeats)"
+        raise BudgetError(f"{error}{said}") from error
+    return strategy, size

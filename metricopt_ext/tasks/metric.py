@@ -154,7 +154,6 @@ class Metric(CostScale):
         self.callbacks: list[OnQuery] = []
         self.log: Log | None = None
         self._lacked = False
-        self._pairs = 0  # how many it reports, once known
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -290,10 +289,24 @@ class Metric(CostScale):
     def _call(self, model: nn.Module, settings: Values | None) -> dict[str, Outcome]:
         """Call the function, and those of ``also`` that each query needs; returns all quantities by name."""
         returned = self._returned(self.name, model, settings)
-        told = self._by_name(returned)
+        told = self.named(returned)
         if doubled := sorted(told.keys() & self.also.keys()):
             raise MetricError(f"metric {self.name!r} returned {doubled[0]!r}, which also= has too; leave one out")
         told |= {name: self._returned(name, model, settings) for name in self._needed if name in self.also}
+        outcomes = self.read(told)
+        self.remember({name: each for name, each in outcomes.items() if name != self.name}, outcomes[self.name].pairs)
+        return outcomes
+
+    def read(self, told: Mapping[Any, Any], *, noisy: bool = False) -> dict[str, Outcome]:
+        """Return all quantities by name, the metric's own last, of what is told of a model, each as of the function.
+
+        Args:
+            told: Numbers by name, each perhaps with halves.
+            noisy: Whether each may be ``(number, halves or None, standard error)`` as well.
+
+        Raises:
+            MetricError: One is missing, or no such number; or the metric has another number of pairs than before.
+        """
         own = () if self.combination else (self.name,)
         if lacking := [name for name in (*own, *self._needed) if name not in told]:
             raise MetricError(
@@ -301,16 +314,18 @@ class Metric(CostScale):
                 " that has its own name, or give combine='worst' to make it of the others; and the names of subject_to"
                 " and combined, or give also={NAME: function}"
             )
-        outcomes = {name: self._outcome(name, each) for name, each in told.items()}
-        value, pairs, _ = outcomes[self.name] if self.combination is None else self.combined_of(outcomes)
-        self.remember(outcomes)
+        outcomes = {name: self._outcome(name, each, noisy) for name, each in told.items()}
+        value, pairs, noise = outcomes.pop(self.name) if self.combination is None else self.combined_of(outcomes)
         if pairs and self._pairs not in (0, len(pairs)):
             raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
-        self._pairs = len(pairs) or self._pairs
-        return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs))}
+        return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs), noise)}
 
-    def _by_name(self, returned: Any) -> dict[Any, Any]:
-        """Return what the function told, by name, each with its own halves."""
+    def named(self, returned: Any) -> dict[Any, Any]:
+        """Return what the function told, by name, each with its own halves.
+
+        Raises:
+            MetricError: It is no dict of outcomes that ``combine`` needs, or its halves are not of the same names.
+        """
         both = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Mapping)
         values, halves = returned if both else (returned, None)
         if not isinstance(values, Mapping):
@@ -346,16 +361,19 @@ class Metric(CostScale):
             )
         return returned
 
-    def _outcome(self, name: Any, returned: Any) -> Outcome:
-        """Read a number, or a number and halves, of the metric or of another quantity."""
+    def _outcome(self, name: Any, returned: Any, noisy: bool = False) -> Outcome:
+        """Read a number, perhaps with halves and a standard error, of the metric or of another quantity."""
         given = (returned, returned.halves) if isinstance(returned, Halved) else returned
+        given = given if isinstance(given, tuple) else (given, None)
         try:
-            value, halves = given if isinstance(given, tuple) else (given, None)
-            value = number_of(value)
+            value, halves, noise = given if noisy and len(given) == 3 else (*given, None)
+            value, noise = number_of(value), None if noise is None else number_of(noise)
             pairs = () if halves is None or isinstance(halves, str) else pairs_of(halves)
         except (TypeError, ValueError) as error:
             raise MetricError(
                 f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give a number, or (number, (half, half))"
+                + ", or (number, halves or None, noise)" * noisy
+                + "; several numbers by name are for combine='worst'" * isinstance(given[0], Mapping)
             ) from error
         if any(map(math.isnan, chain(*pairs))):
             pairs, halves = (), "it is nan on a half of its data"
@@ -363,6 +381,10 @@ class Metric(CostScale):
             raise MetricError(
                 f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name, and leave out"
                 " what has no examples"
+            )
+        if noise is not None and not 0 <= noise < math.inf:
+            raise MetricError(
+                f"metric {self.name!r}: noise of {brief(name)} is {noise}; give a standard error of 0 or more"
             )
         made, told = self.combination, name in self._needed or name not in self.also
         counts = name == self.name if made is None else told and made.combines(name)
@@ -373,7 +395,7 @@ class Metric(CostScale):
                 f"metric {self.name!r} reports no halves{of}, as {halves}; a gain can't be told from chance by them",
                 stacklevel=4,
             )
-        return Outcome(value, pairs)
+        return Outcome(value, pairs, noise)
 
 
 def takes_model(function: Callable[..., Any]) -> bool:
