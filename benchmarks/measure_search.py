@@ -35,6 +35,7 @@ from metricopt_ext.methods.evaluating import search_results
 from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
@@ -204,17 +205,9 @@ def search(
     assert isinstance(search, GuidedTrustRegion)  # the settings are checked
     starts = {**experiment.starts(), **more}
     fresh = task.judged_by(task.metric.with_settings())
-    return list(
-        search_results(
-            fresh,
-            budgets,
-            search=search,
-            starts=starts,
-            confidence=config.guard.confidence,
-            seed=experiment.seed,
-            callback=callback,
-        )
-    )
+    given = {"starts": starts, "guard_confidence": config.guard.confidence, "seed": experiment.seed}
+    plan = Plan.of(fresh, queries=budgets[0], strategy=search, **given)
+    return list(search_results(replace(plan, callback=callback), budgets[1:]))
 
 
 def followed(experiment: Experiment[Any], run: Result) -> float | None:

@@ -25,7 +25,7 @@ from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.strategy import LearningStrategy
+from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.asking import Asking, labelled
@@ -128,9 +128,9 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
         ends = 1 + held_back(engine, task.metric)  # what each smaller budget asks for itself alone
         limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
         known, meter, elsewhere = on_file(started, limited), Meter(limited), 0
-        for result in search_results(
-            limited, numbers, engine, starts=starts, confidence=confidence, seed=seed, kept=known
-        ):
+        given: dict[str, Any] = {"strategy": engine, "starts": starts, "guard_confidence": confidence, "seed": seed}
+        plan = Plan.of(limited, queries=numbers[0], **given)
+        for result in search_results(plan, numbers[1:], known):
             reached = now()
             spent, before = result.queries_per_start - started.spent, elsewhere
             elsewhere = limited.metric.ledger.spent - result.queries_per_start

@@ -19,12 +19,10 @@ from metricopt_ext.methods.folder import RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
-from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import LearningStrategy, check_plan
+from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.asking import Trial as Asked
 from metricopt_ext.search.strategy import SearchStrategy
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Value
@@ -169,26 +167,22 @@ class Search:
                 f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings;"
                 " use optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
             )
-        strategy = strategy or GuidedTrustRegion()
-        _, size = check_plan(
+        plan = Plan.of(
             task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
         )
-        candidates = all_starts(task, starts or {})
         with task.adapter.applied(Start(task.origin())):
-            strategy.check(task)
+            plan.strategy.check(task)
             task.check_loss(seed, 2)
-        others = {name: start for name, start in candidates.items() if name != "start"}
-        settings = {**strategy.identity(), **({} if strategy.anytime else size)}
-        identity = identity_of(settings, task, others, seed)
-        self.folder: RunFolder = RunFolder(output_dir, identity)
+        others = {name: start for name, start in plan.starts.items() if name != "start"}
+        settings = {**plan.strategy.identity(), **({} if plan.strategy.anytime else plan.size)}
+        self.folder: RunFolder = RunFolder(output_dir, identity_of(settings, task, others, seed))
         self.task: FinetuneTask = task
-        self.strategy: SearchStrategy = strategy
+        self.strategy: SearchStrategy = plan.strategy
         self.queries: int = queries // task.metric.repeats
         self._held = ExitStack()
         self._held.enter_context(self.folder.writing(resume))
         try:
-            log = self.folder.log(task.metric)
-            self._run = SearchRun(task, strategy, candidates, log, self.queries, seed, guard_confidence)
+            self._run = SearchRun(plan, self.folder.log(task.metric))
         except BaseException:
             self._held.close()
             raise

@@ -10,13 +10,13 @@ from metricopt_ext.methods.evaluating import begun
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.pipeline import taken
 from metricopt_ext.methods.run import SearchRun
-from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import checked
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import brief, counted
 
 
@@ -74,24 +74,24 @@ def assess(
     """
     repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
     queries = QUERIES + of_settings * repeats if queries is None else queries
-    search = checked(task, queries, strategy, starts, guard_confidence, seed)
-    if not isinstance(search, SearchStrategy) or not search.anytime:
+    plan = Plan.of(task, queries=None, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed)
+    if not plan.strategy.anytime:
         raise ValueError(
-            f"what {brief(search)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
+            f"what {brief(strategy)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
         )
-    candidates = all_starts(task, starts or {})
-    fixed = sum(isinstance(each, Start) for each in candidates.values())
+    check_integer(0, queries=queries)
+    fixed = sum(isinstance(each, Start) for each in plan.starts.values())
     if queries < (least := (fixed + of_settings + 1) * repeats):
         beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
-    others = {name: start for name, start in candidates.items() if name != "start"}
-    with taken(task, search.identity(), others, seed, queries, output_dir, resume, callback) as (folder, shown):
-        log, most = folder.log(task.metric), queries // repeats
-        shown.on_file(min(queries, log.answered * repeats))
-        run = SearchRun(task, search, candidates, log, None, seed, guard_confidence)
-        with folder.own_ledger(task.metric, queries), begun(run, shown) as loop:
+    task.metric.ledger.require(queries)
+    with taken(plan, plan.strategy.identity(), output_dir, resume, callback) as plan:
+        log, most = plan.folder.log(task.metric), queries // repeats
+        plan.callback.on_file(min(queries, log.answered * repeats))
+        run = SearchRun(plan, log)
+        with plan.folder.own_ledger(task.metric, queries), begun(run, plan.callback) as loop:
             for _ in loop.trials(most):
                 pass
             found = distributed.on_first(lambda: run.assessment(most, loop.seconds))
-        shown.done()
+        plan.callback.done()
     return found

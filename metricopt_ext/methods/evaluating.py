@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,26 +11,21 @@ from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import RankError
 from metricopt_ext.methods.assessment import QUERIES
-from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.run import Held, SearchRun
-from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import Asking, Trial, labelled
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
-from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_integer
 
 CHANCE = 1e-6  # how unlikely a difference of two ranks' noisy values must be to be one of data
 
@@ -160,59 +155,41 @@ def begun(run: SearchRun, callback: Callback) -> Iterator[Evaluating]:
             run.held = None
 
 
-def search_results(
-    task: FinetuneTask,
-    checkpoints: Sequence[int],
-    search: SearchStrategy | None = None,
-    *,
-    starts: Mapping[str, Start | StartLine] | None = None,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
-    callback: Callback | None = None,
-    kept: Log | None = None,
-) -> Iterator[Result]:
-    """Run a search once, and yield the guarded result that each number of queries would have had.
+def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = None) -> Iterator[Result]:
+    """Run a search once, and yield the guarded result at its queries, and at each of further numbers of them.
 
-    Each checkpoint before the last costs a guided search a query more, that of its own end, and another where classes
-    are new (`kept_share`). Settings of inference are tuned once, by as many queries as the first checkpoint alone would
-    have for them. The model is left unchanged.
+    Each number but the last costs a guided search a query more, that of its own end, and another where classes are new
+    (`kept_share`). Settings of inference are tuned, and lines of starts looked along, once, by as many queries as the
+    first number alone would have for them. The model is left unchanged.
 
     Args:
-        task: Model, loss, batches and metric.
-        checkpoints: Numbers of queries, ascending; those of the starts count among them.
-        search: The search.
-        starts: What it may begin from besides phi = 0, by name; each costs a query. Lines of starts get theirs by the
-            first checkpoint (`line_queries`).
-        confidence: How sure the guard must be, at least 0.5 and below 1.
-        seed: Seed of all draws.
-        callback: Notified of progress.
+        plan: What is searched, and for how many queries at first; those of the starts count among them.
+        later: Further numbers of queries, ascending.
         kept: Keeps the evaluations; those on file are told and booked, and not made again. The run comes to the ends of
             its earlier sittings first.
 
     Raises:
         WeightsError: As from `FinetuneTask.keeping_weights`.
-        ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric` and `all_starts`.
+        ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric`.
     """
-    search, callback, log = search or GuidedTrustRegion(), callback or Callback(), kept or Log(None, task.metric)
-    candidates, numbers = all_starts(task, starts or {}), [queries // task.metric.repeats for queries in checkpoints]
-    fixed = sum(isinstance(each, Start) for each in candidates.values())
-    check_checkpoints(search, task, numbers, fixed)
-    run = SearchRun(task, search, candidates, log, numbers[0], seed, confidence)
-    with begun(run, callback) as loop:
+    if [plan.queries, *later] != sorted({plan.queries, *later}):
+        raise ValueError(f"checkpoints are {[plan.queries, *later]}; they must be one or more numbers that ascend")
+    run = SearchRun(plan, kept or Log(None, plan.task.metric))
+    with begun(run, plan.callback) as loop:
         said, of_settings = False, 0
-        for queries in numbers:
-            if queries != numbers[0]:
-                run.queries = queries
+        for number in (None, *later):
+            if number is not None:
+                run.queries = number // plan.task.metric.repeats
             for trial in loop.trials():
                 of_settings += trial.stage == "settings"
                 of_phi = trial.id + 1 - of_settings
                 if not said and trial.stage != "settings" and of_phi >= min(QUERIES, run.queries - of_settings):
                     said = True
                     for line in run.assessment(trial.id + 1, loop.seconds).brief():
-                        callback.say(line)
+                        plan.callback.say(line)
             yield distributed.on_first(run.outcome)
         if moved := run.asking.moved():
-            callback.say(moved)
+            plan.callback.say(moved)
 
 
 def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
@@ -228,12 +205,12 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
         seed: Seed of all draws.
 
     Raises:
-        ValueError: The budget is below `least_queries`; nothing was evaluated.
-        BudgetError: The metric's ledger has fewer queries left; nothing was evaluated.
-        AdapterError: As from `SearchStrategy.begin`; nothing was evaluated.
+        BudgetError: The budget is below `least_queries`, or the metric's ledger has fewer queries left.
+        AdapterError: As from `SearchStrategy.begin`.
         MetricError: The metric failed; the message says at which query.
     """
-    check_checkpoints(search, task, [queries], 1)
+    search.size(queries, task.dim)  # refuses too few
+    task.metric.ledger.require(queries)
     search.check(task)
     there = replace(task.adapter.as_start(), phi=start)
     begun = search.begin(task, there, lambda: queries, seed=seed)
@@ -244,31 +221,6 @@ def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries:
             if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
                 begun.limits = Limits.of(task.metric.constraints, evaluation)
         return distributed.on_first(begun.end)
-
-
-def check_checkpoints(search: SearchStrategy, task: FinetuneTask, checkpoints: Sequence[int], starts: int) -> None:
-    """Refuse numbers of evaluations at which a search can't be looked at.
-
-    Args:
-        search: The search.
-        task: Its metric's ledger must have the queries.
-        checkpoints: The numbers.
-        starts: How many starts are asked for first.
-
-    Raises:
-        ValueError: They don't ascend, or one is below the least.
-        BudgetError: The metric's ledger has fewer queries left.
-    """
-    if list(checkpoints) != sorted(set(checkpoints)) or not checkpoints:
-        raise ValueError(f"checkpoints are {list(checkpoints)}; they must be one or more numbers that ascend")
-    kept = held_back(search, task.metric)
-    least = search.least_queries(task.dim, starts) + kept
-    for queries in checkpoints:
-        check_integer(0, queries=queries)
-        if queries < least:
-            raise ValueError(f"queries is {queries}; this search in {task.dim} dimensions needs at least {least}")
-    needed = (checkpoints[-1] + (len(checkpoints) - 1) * (1 + kept)) * task.metric.repeats
-    task.metric.ledger.require(needed)
 
 
 def alike(metric: Metric, found: Sequence[Evaluation]) -> Evaluation:

@@ -15,12 +15,10 @@ from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import Context, LearningStrategy, Strategy, check_plan
+from metricopt_ext.methods.strategy import LearningStrategy, Plan, Strategy
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
 from metricopt_ext.runtime.progress import Callback, check_callback, progress_of
-from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
@@ -92,107 +90,82 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
         RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
-    strategy, size = check_plan(
+    plan = Plan.of(
         task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
     )
-    starts = all_starts(task, starts or {})  # copies, as the model's own phi may be among them
-    del starts["start"]
+    settings = {**plan.strategy.identity(), **({} if plan.strategy.anytime else plan.size)}
     if holdout is not None:
         check_holdout(task, holdout)
-    settings = {**strategy.identity(), **({} if strategy.anytime else size)}
-    if holdout is not None:
         settings["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
-    with taken(task, settings, starts, seed, queries, output_dir, resume, callback) as (folder, shown):
+    with taken(plan, settings, output_dir, resume, callback) as plan:
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
-            context = Context(task, queries, folder, shown, size, guard_confidence, seed, starts)
-            if isinstance(strategy, LearningStrategy):
-                result = _learned(strategy, context)
-            else:
-                result = _searched(strategy, context)
-            result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, context), task, looked))
+            result = (_learned if isinstance(plan.strategy, LearningStrategy) else _searched)(plan)
+            result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, plan), task, looked))
         task.adapter.apply(result.start_of(result.chosen))
-        folder.keep(task, result)
-        shown.outcome(result.before, result.after)
-        shown.done()
+        plan.folder.keep(task, result)
+        plan.callback.outcome(result.before, result.after)
+        plan.callback.done()
     return result
 
 
-def _learned(strategy: LearningStrategy, context: Context) -> Result:
-    """Have the first of the ranks run a strategy, whose queries all of them book."""
-    result = distributed.on_first(lambda: strategy.run(context))
+def _learned(plan: Plan) -> Result:
+    """Have the first of the ranks run a learner, whose queries all of them book."""
+    result: Result = distributed.on_first(lambda: plan.strategy.run(plan))
     if distributed.rank() > 0:
         for purpose, spent in result.queries.items():
-            context.task.metric.ledger.spend(purpose, spent)
+            plan.task.metric.ledger.spend(purpose, spent)
     return result
 
 
-def _searched(search: SearchStrategy, context: Context) -> Result:
+def _searched(plan: Plan) -> Result:
     """Search, and tell what is on file again."""
-    task, callback, repeats = context.task, context.callback, context.task.metric.repeats
-    log = context.folder.log(task.metric)
-    callback.on_file(log.answered * repeats)
-    *earlier, _ = log.sit(context.queries // repeats)
+    metric, log = plan.task.metric, plan.folder.log(plan.task.metric)
+    plan.callback.on_file(log.answered * metric.repeats)
+    *earlier, _ = log.sit(plan.queries // metric.repeats)
     if earlier:
-        callback.say(f"it goes on from {counted(earlier[-1] * repeats, 'query')}, whose end is a query besides")
-    besides = len(earlier) * (1 + held_back(search, task.metric)) * repeats
-    with context.folder.own_ledger(task.metric, context.queries + besides):
-        (result,) = search_results(
-            task,
-            [context.queries],
-            search,
-            starts=context.starts,
-            confidence=context.confidence,
-            seed=context.seed,
-            callback=callback,
-            kept=log,
-        )
+        before = counted(earlier[-1] * metric.repeats, "query")
+        plan.callback.say(f"it goes on from {before}, whose end is a query besides")
+    besides = len(earlier) * (1 + held_back(plan.strategy, metric)) * metric.repeats
+    with plan.folder.own_ledger(metric, plan.queries + besides):
+        (result,) = search_results(plan, kept=log)
     return result
 
 
-def confirmed_by(holdout: Metric | None, result: Result, context: Context) -> Result:
+def confirmed_by(holdout: Metric | None, result: Result, plan: Plan) -> Result:
     """Return a result with held-out data's choice among its candidates, which a folder keeps; itself without any."""
     if holdout is None:
         return result
-    context.callback.stage("held-out data")
-    log = context.folder.log(holdout, HOLDOUT)
-    return confirmed(result, context.task.judged_by(holdout.logged(log)), context.confidence)
+    plan.callback.stage("held-out data")
+    log = plan.folder.log(holdout, HOLDOUT)
+    return confirmed(result, plan.task.judged_by(holdout.logged(log)), plan.confidence)
 
 
 @contextmanager
 def taken(
-    task: FinetuneTask,
-    settings: dict[str, Any],
-    starts: Mapping[str, Start | StartLine],
-    seed: int,
-    queries: int,
-    output_dir: str | Path | None,
-    resume: bool,
-    callback: Callback | None,
-) -> Iterator[tuple[RunFolder, Callback]]:
-    """Take a run's folder and callback, and yield both.
+    plan: Plan, settings: dict[str, Any], output_dir: str | Path | None, resume: bool, callback: Callback | None
+) -> Iterator[Plan]:
+    """Take a run's folder and callback, and yield its plan with both.
 
     Args:
-        task: The task.
-        settings: What the run depends on, as of `identity_of`, as for the next two.
-        starts: What it may begin from.
-        seed: Its seed.
-        queries: Those of the run, for the callback.
+        plan: The plan.
+        settings: What the run depends on besides (`identity_of`).
         output_dir: As of `optimize_metric`, as for the rest.
         resume: Whether to continue what is in the folder.
         callback: Notified of progress.
     """
     check_callback(callback)
-    kept = output_dir is not None or distributed.several()
-    identity = identity_of(settings, task, starts, seed) if kept else {}
-    with distributed.sharing({"queries": queries, **identity}), ExitStack() as run:
+    task, kept = plan.task, output_dir is not None or distributed.several()
+    starts = {name: start for name, start in plan.starts.items() if name != "start"}
+    identity = identity_of(settings, task, starts, plan.seed) if kept else {}
+    with distributed.sharing({"queries": plan.queries, **identity}), ExitStack() as run:
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))
-        shown = run.enter_context(progress_of(callback, task.metric.name, queries))
+        shown = run.enter_context(progress_of(callback, task.metric.name, plan.queries))
         run.enter_context(task.metric.calling(shown.answered))
         if task.chosen:
             shown.say(task.chosen)
-        yield folder, shown
+        yield replace(plan, folder=folder, callback=shown)
 
 
 def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> Result:

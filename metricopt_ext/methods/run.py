@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
 from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.ending import Began, decided, guarded
-from metricopt_ext.methods.guard import CONFIDENCE, chosen_start
+from metricopt_ext.methods.guard import chosen_start
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import divided
+from metricopt_ext.methods.strategy import OUT_OF_SIGHT, Plan
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.search.asking import Asking, Batch, Run, labelled
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage, along_line, planned_lines
@@ -23,11 +24,7 @@ from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
-from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
-
-# A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
-OUT_OF_SIGHT = 1_000_000
 
 
 class Held:
@@ -58,15 +55,10 @@ class SearchRun:
     any, and then searches phi from there. Last it asks for a part of the way to the end where classes are new.
 
     Args:
-        task: Model, and loss and batches where it has them; of its metric direction, bounds and repeats count.
-        strategy: The search.
-        starts: What it may begin from, by name: ``"start"``, the model as it was trained, first; and lines of starts.
+        plan: What it is asked for; of its metric direction, bounds and repeats count. Where earlier sittings had fewer
+            queries, the run comes to the end of each, a query of its own, and goes on; lines and settings get theirs by
+            the first.
         log: Has the answers on file, and gets those to come.
-        queries: Evaluations that may be spent; None for a budget out of sight, by which the first trials are asked.
-            Where earlier sittings had fewer, the run comes to the end of each, a query of its own, and goes on; lines
-            and settings get theirs by the first.
-        seed: Seed of all draws.
-        confidence: How sure the guard must be, at least 0.5 and below 1.
 
     Attributes:
         asking: Drives the run.
@@ -76,27 +68,20 @@ class SearchRun:
         points: All starts that were asked for, those on lines too.
     """
 
-    def __init__(
-        self,
-        task: FinetuneTask,
-        strategy: SearchStrategy,
-        starts: Mapping[str, Start | StartLine],
-        log: Log,
-        queries: int | None,
-        seed: int = 0,
-        confidence: float = CONFIDENCE,
-    ) -> None:
-        self.queries, *self._later = [OUT_OF_SIGHT] if queries is None else log.sit(queries)
-        self.planned = OUT_OF_SIGHT if queries is None else log.sittings[0].budget
-        self.task, self.strategy = task, strategy
-        self.starts, self._lines = divided(starts)
+    def __init__(self, plan: Plan, log: Log) -> None:
+        self.task, task = plan.task, plan.task
+        self.strategy: SearchStrategy = plan.strategy
+        evaluations, endless = plan.queries // task.metric.repeats, plan.queries == OUT_OF_SIGHT
+        self.queries, *self._later = [evaluations] if endless else log.sit(evaluations)
+        self.planned = evaluations if endless else log.sittings[0].budget
+        self.starts, self._lines = divided(plan.starts)
         self.evaluated: dict[str, Evaluation] = {}
         self.points: list[Point] = []
         self.limits: Limits | None = None  # known with the start
         self.started = self._against = "start"  # where the search begins, and what its end is held against
-        self.seed, self._confidence = seed, confidence
+        self.seed, self._confidence = plan.seed, plan.confidence
         self._fixed = len(self.starts)
-        self._least = strategy.least_queries(task.dim, self._fixed)
+        self._least = self.strategy.least_queries(task.dim, self._fixed)
         self._strengths: dict[str, float] = {}  # the t of the best of each line
         self._settings: SettingsStage | None = None
         self._search: Begun | None = None

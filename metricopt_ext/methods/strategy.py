@@ -11,7 +11,7 @@ from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import check_starts
+from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -20,30 +20,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.words import and_more, brief
 
-
-@dataclass(frozen=True)
-class Context:
-    """What a learner works with.
-
-    Attributes:
-        task: Model, loss, batches and metric.
-        queries: The budget, the metric's repeats among them.
-        folder: Keeps the run's work.
-        callback: Notified of progress.
-        size: What `LearningStrategy.size` makes of the budget.
-        confidence: How sure the guard must be, at least 0.5 and below 1.
-        seed: Seed of all draws.
-        starts: What a strategy that takes starts may begin from besides phi = 0.
-    """
-
-    task: FinetuneTask
-    queries: int
-    folder: RunFolder
-    callback: Callback
-    size: dict[str, int]
-    confidence: float = CONFIDENCE
-    seed: int = 0
-    starts: Mapping[str, Start | StartLine] = field(default_factory=dict)
+# A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
+OUT_OF_SIGHT = 1_000_000
 
 
 class LearningStrategy(ABC):
@@ -71,7 +49,7 @@ class LearningStrategy(ABC):
         """Return what a run depends on, as JSON, to tell it from others."""
 
     @abstractmethod
-    def run(self, context: Context) -> Result:
+    def run(self, context: "Plan") -> Result:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
 
 
@@ -95,76 +73,100 @@ def check_constraints(metric: Metric, who: str) -> None:
 Strategy = SearchStrategy | LearningStrategy
 
 
-def checked(
-    task: FinetuneTask,
-    queries: int,
-    strategy: Strategy | None,
-    starts: Mapping[str, Start | StartLine] | None,
-    guard_confidence: float,
-    seed: int,
-) -> Strategy:
-    """Return a run's strategy, by default a guided search; see `check_plan`."""
-    strategy = GuidedTrustRegion() if strategy is None else strategy
-    if isinstance(strategy, type):
-        check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
-    if not isinstance(strategy, SearchStrategy | LearningStrategy):
-        raise ValueError(
-            f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a learner,"
-            " e.g. Recipe()"
-        )
-    check_integer(0, queries=queries, seed=seed)
-    deviates(guard_confidence)  # refuses what is out of range
-    check_starts(starts or {})
-    if isinstance(strategy, LearningStrategy):
-        who = type(strategy).__name__
-        if starts:
-            raise ValueError(f"starts are {list(starts)}; only a search begins from the best of several")
-        if task.settings is not None and task.settings.queries:
-            raise ValueError(
-                f"the task has settings of inference, {and_more(task.settings.names)}, which {who} does not tune;"
-                " search by GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
-            )
-        check_constraints(task.metric, who)
-    task.metric.ledger.require(queries)
-    return strategy
+@dataclass(frozen=True)
+class Plan:
+    """What a run is asked for, all of it checked (`of`), and where it keeps and tells what it finds.
 
-
-def check_plan(
-    task: FinetuneTask,
-    *,
-    queries: int,
-    strategy: Strategy | None = None,
-    starts: Mapping[str, Start | StartLine] | None = None,
-    guard_confidence: float = CONFIDENCE,
-    seed: int = 0,
-) -> tuple[Strategy, dict[str, int]]:
-    """Check what `optimize_metric` is asked for, as far as it can be known before a model is trained.
-
-    Args:
-        task: Has phi's dimension, and the metric's budget; one without a loss will do.
-        queries: See `optimize_metric`, as for all others.
-        strategy: The strategy.
-        starts: The starts, only counted here; lines of them take what is left.
-        guard_confidence: The guard's confidence.
-        seed: The seed.
-
-    Returns:
-        The strategy, and sizes that follow from the budget.
-
-    Raises:
-        ValueError, BudgetError: As from `optimize_metric`.
+    Attributes:
+        task: Model, loss, batches and metric.
+        queries: The budget, the metric's repeats among them.
+        strategy: A search or a learner.
+        starts: What a search may begin from, ``"start"`` first: phi = 0.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        seed: Seed of all draws.
+        size: What the strategy's ``size`` makes of the budget.
+        folder: Keeps the run's work.
+        callback: Notified of progress.
     """
-    strategy = checked(task, queries, strategy, starts, guard_confidence, seed)
-    evaluations = queries // task.metric.repeats
+
+    task: FinetuneTask
+    queries: int
+    strategy: Any
+    starts: Mapping[str, Start | StartLine]
+    confidence: float
+    seed: int
+    size: dict[str, int]
+    folder: RunFolder = field(default_factory=lambda: RunFolder(None, {}))
+    callback: Callback = field(default_factory=Callback)
+
+    @classmethod
+    def of(
+        cls,
+        task: FinetuneTask,
+        *,
+        queries: int | None,
+        strategy: Strategy | None = None,
+        starts: Mapping[str, Start | StartLine] | None = None,
+        guard_confidence: float = CONFIDENCE,
+        seed: int = 0,
+    ) -> "Plan":
+        """Check what `optimize_metric` is asked for, as far as it can be known before a model is trained.
+
+        Args:
+            task: Has phi's dimension, and the metric's budget; one without a loss will do.
+            queries: See `optimize_metric`, as for all others; None for a budget out of sight.
+            strategy: The strategy; by default a guided search.
+            starts: The starts, of which copies are made, as the model's own phi may be among them.
+            guard_confidence: The guard's confidence.
+            seed: The seed.
+
+        Raises:
+            ValueError, BudgetError, AdapterError: As from `optimize_metric`.
+        """
+        strategy = GuidedTrustRegion() if strategy is None else strategy
+        if isinstance(strategy, type):
+            check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
+        if not isinstance(strategy, SearchStrategy | LearningStrategy):
+            raise ValueError(
+                f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a"
+                " learner, e.g. Recipe()"
+            )
+        check_integer(0, queries=0 if queries is None else queries, seed=seed)
+        deviates(guard_confidence)  # refuses what is out of range
+        candidates = all_starts(task, starts or {})
+        if isinstance(strategy, LearningStrategy):
+            _check_learner(task, strategy, [*candidates][1:])
+        if queries is None:
+            queries = OUT_OF_SIGHT
+        else:
+            task.metric.ledger.require(queries)
+        size = _sized(task, queries, strategy, sum(isinstance(each, Start) for each in candidates.values()))
+        return cls(task, queries, strategy, candidates, guard_confidence, seed, size)
+
+
+def _check_learner(task: FinetuneTask, strategy: LearningStrategy, starts: list[str]) -> None:
+    """Refuse what a search alone has a use for."""
+    who = type(strategy).__name__
+    if starts:
+        raise ValueError(f"starts are {starts}; only a search begins from the best of several")
+    if task.settings is not None and task.settings.queries:
+        raise ValueError(
+            f"the task has settings of inference, {and_more(task.settings.names)}, which {who} does not tune; search by"
+            " GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
+        )
+    check_constraints(task.metric, who)
+
+
+def _sized(task: FinetuneTask, queries: int, strategy: Strategy, starts: int) -> dict[str, int]:
+    """Return what follows from a budget, of which some queries may be held back."""
+    repeats, said = task.metric.repeats, ""
     held = held_back(strategy, task.metric) if isinstance(strategy, SearchStrategy) else 0
-    fixed = 1 + sum(not isinstance(each, StartLine) for each in (starts or {}).values())
-    said = ""
     try:
-        size = strategy.size(evaluations, task.dim, fixed)
-        said = f"; of {evaluations}, one is held back for the value of what is kept, as classes are new"
-        strategy.size(evaluations - held, task.dim, fixed)
+        size = strategy.size(queries // repeats, task.dim, starts)
+        said = f"; of {queries // repeats}, one is held back for the value of what is kept, as classes are new"
+        strategy.size(queries // repeats - held, task.dim, starts)
     except BudgetError as error:
-        if task.metric.repeats > 1:
-            said += f" (each an evaluation of {task.metric.repeats} queries: its repeats)"
+        if repeats > 1:
+            said += f" (each an evaluation of {repeats} queries: its repeats)"
         raise BudgetError(f"{error}{said}") from error
-    return strategy, size
+    return size

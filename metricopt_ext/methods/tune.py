@@ -21,8 +21,7 @@ from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import all_starts
-from metricopt_ext.methods.strategy import check_plan
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import Batches, loader_batches
 from metricopt_ext.tasks.metric import Metric
@@ -149,8 +148,7 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
     try:
         task = FinetuneTask(adapter, metric=metric)
         given = starts(task) if callable(starts) else starts
-        check_plan(task, queries=queries, starts=given, **planned)
-        all_starts(task, given or {})
+        Plan.of(task, queries=queries, starts=given, **planned)
     finally:
         adapter.remove()
     RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))

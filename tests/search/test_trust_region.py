@@ -15,6 +15,7 @@ from helpers.asked import batches_of, ends
 from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
@@ -83,7 +84,7 @@ def test_the_least_budget_has_a_design_a_proposal_and_an_end(
     least = SEARCH.least_queries(dim)
     assert least == design + 3
     task = quadratic(dim)
-    assert_refused(lambda: run(task, task.origin(), least - 1), ValueError, "queries", least - 1, dim, least)
+    assert_refused(lambda: run(task, task.origin(), least - 1), BudgetError, "queries", least - 1, dim, least)
     assert task.queries == 0
     end = run(task, task.origin(), least)
     assert task.queries == least

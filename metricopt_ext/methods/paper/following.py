@@ -11,7 +11,7 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Verdict, decide_among
 from metricopt_ext.methods.result import Result, outcome
-from metricopt_ext.methods.strategy import Context, LearningStrategy
+from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
@@ -61,14 +61,14 @@ class TrajectoryLearner(LearningStrategy):
         return {name: described(value) for name, value in vars(self).items()}
 
     @abstractmethod
-    def learn(self, task: FinetuneTask, context: Context) -> tuple[Any, Fit]:
+    def learn(self, task: FinetuneTask, context: Plan) -> tuple[Any, Fit]:
         """Return what is learned besides f, and f; keep the trajectories in the run's folder."""
 
     @abstractmethod
-    def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: Context) -> Tuned:
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: Plan) -> Tuned:
         """Tune phi = 0 under what was learned."""
 
-    def run(self, context: Context) -> Result:
+    def run(self, context: Plan) -> Result:
         """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
         with context.folder.counted(context.task, context.queries) as task:
             store, ledger, log = context.folder.trajectories, task.metric.ledger, task.metric.log

@@ -19,7 +19,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.paper.following import END_QUERIES, FRESH, TrajectoryLearner, Tuned, finetune, guarded
 from metricopt_ext.methods.paper.objective import combine, gradient_samples, learned_objective
 from metricopt_ext.methods.paper.recipe import gaussian_process_labels
-from metricopt_ext.methods.strategy import Context
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import UpdateRule, unroll
 from metricopt_ext.search.optimizer import LossStep
@@ -139,12 +139,12 @@ class AlgorithmS1(TrajectoryLearner):
             )
         return {"iterations": iterations}
 
-    def learn(self, task: FinetuneTask, context: Context) -> tuple[UpdateRule, Fit]:
+    def learn(self, task: FinetuneTask, context: Plan) -> tuple[UpdateRule, Fit]:
         """Return the optimizer and f (see `TrajectoryLearner`)."""
         store, callback = context.folder.trajectories, context.callback
         return self.meta_train(task, **context.size, seed=context.seed, store=store, callback=callback)
 
-    def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Context) -> Tuned:
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Plan) -> Tuned:
         """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
         context.callback.stage("meta-test")
         path = self.meta_test(task, learned, seed=context.seed)

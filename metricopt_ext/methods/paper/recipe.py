@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.paper.following import END_QUERIES, FRESH, TrajectoryLearner, Tuned, finetune, guarded
-from metricopt_ext.methods.strategy import Context, check_constraints
+from metricopt_ext.methods.strategy import Plan, check_constraints
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
@@ -296,7 +296,7 @@ class Recipe(TrajectoryLearner):
         """Return the number of tasks in a round (see `LearningStrategy`)."""
         return {"tasks": self.tasks_per_round(evaluations)}
 
-    def learn(self, task: FinetuneTask, context: Context) -> tuple[StepWeights, Fit]:
+    def learn(self, task: FinetuneTask, context: Plan) -> tuple[StepWeights, Fit]:
         """Return how boldly to follow f, and f (see `TrajectoryLearner`)."""
         tasks, seed, callback = context.size["tasks"], context.seed, context.callback
         store = context.folder.trajectories
@@ -304,7 +304,7 @@ class Recipe(TrajectoryLearner):
         callback.stage("choose settings")
         return choose_setting(task, fit, self, seed), fit
 
-    def tuned(self, task: FinetuneTask, fit: Fit, learned: StepWeights, context: Context) -> Tuned:
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: StepWeights, context: Plan) -> Tuned:
         """Follow f from phi = 0 (see `TrajectoryLearner`)."""
         seed, callback, sure = context.seed, context.callback, context.confidence
         return tune_start(task, fit, recipe=self, setting=learned, guard_confidence=sure, seed=seed, callback=callback)
