@@ -15,7 +15,7 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.methods.assessment import Assessment
-from metricopt_ext.methods.folder import RunFolder, identity_of
+from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
@@ -30,8 +30,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.words import brief
-
-MAPPING = "they must map names to numbers, e.g. {'accuracy': 0.9}"
 
 # Which trial each model is at, by what holds its phi.
 _APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -173,9 +171,7 @@ class Search:
         with task.adapter.applied(Start(task.origin())):
             plan.strategy.check(task)
             task.check_loss(seed, 2)
-        others = {name: start for name, start in plan.starts.items() if name != "start"}
-        settings = {**plan.strategy.identity(), **({} if plan.strategy.anytime else plan.size)}
-        self.folder: RunFolder = RunFolder(output_dir, identity_of(settings, task, others, seed))
+        self.folder: RunFolder = RunFolder(output_dir, plan.identity())
         self.task: FinetuneTask = task
         self.strategy: SearchStrategy = plan.strategy
         self.queries: int = queries // task.metric.repeats
@@ -235,9 +231,12 @@ class Search:
         """
         metric = self.task.metric
         try:
-            if outcomes is not None and (metric.combination or not isinstance(outcomes, Mapping)):
-                remedy = "combine makes the metric of its outcomes; tell all of them, {NAME: VALUE}, first"
-                raise ValueError(f"outcomes are {brief(outcomes)}; {remedy if metric.combination else MAPPING}")
+            other = isinstance(outcomes, Mapping) and not metric.combination and metric.name not in outcomes
+            if outcomes is not None and not other:
+                raise ValueError(
+                    f"outcomes are {brief(outcomes)}; they must map names of other quantities to numbers, as"
+                    " {'accuracy': 0.9}; of a metric that combine makes of them tell all as the value"
+                )
             returned = (value, halves) if metric.combination else (value, halves, noise)
             told = metric.read({**metric.named(returned), **(outcomes or {})}, noisy=True)
             own = told.pop(metric.name)

@@ -85,7 +85,7 @@ def assess(
         beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
     task.metric.ledger.require(queries)
-    with taken(plan, plan.strategy.identity(), output_dir, resume, callback) as plan:
+    with taken(plan, output_dir, resume, callback) as plan:
         log, most = plan.folder.log(task.metric), queries // repeats
         plan.callback.on_file(min(queries, log.answered * repeats))
         run = SearchRun(plan, log)

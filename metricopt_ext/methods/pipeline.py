@@ -10,7 +10,7 @@ from typing import Any
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import MetricError
 from metricopt_ext.methods.evaluating import search_results
-from metricopt_ext.methods.folder import HOLDOUT, RunFolder, identity_of
+from metricopt_ext.methods.folder import HOLDOUT, RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.holdout import check_holdout, confirmed
 from metricopt_ext.methods.new_classes import held_back
@@ -93,11 +93,11 @@ def optimize_metric(
     plan = Plan.of(
         task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
     )
-    settings = {**plan.strategy.identity(), **({} if plan.strategy.anytime else plan.size)}
+    besides: dict[str, Any] = {}
     if holdout is not None:
         check_holdout(task, holdout)
-        settings["holdout"] = [fingerprint_of_code(holdout.function), guard_confidence]
-    with taken(plan, settings, output_dir, resume, callback) as plan:
+        besides = {"holdout": [fingerprint_of_code(holdout.function), guard_confidence]}
+    with taken(plan, output_dir, resume, callback, **besides) as plan:
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
             result = (_learned if isinstance(plan.strategy, LearningStrategy) else _searched)(plan)
@@ -143,21 +143,20 @@ def confirmed_by(holdout: Metric | None, result: Result, plan: Plan) -> Result:
 
 @contextmanager
 def taken(
-    plan: Plan, settings: dict[str, Any], output_dir: str | Path | None, resume: bool, callback: Callback | None
+    plan: Plan, output_dir: str | Path | None, resume: bool, callback: Callback | None, **besides: Any
 ) -> Iterator[Plan]:
     """Take a run's folder and callback, and yield its plan with both.
 
     Args:
         plan: The plan.
-        settings: What the run depends on besides (`identity_of`).
         output_dir: As of `optimize_metric`, as for the rest.
         resume: Whether to continue what is in the folder.
         callback: Notified of progress.
+        besides: What the run depends on besides (`Plan.identity`).
     """
     check_callback(callback)
     task, kept = plan.task, output_dir is not None or distributed.several()
-    starts = {name: start for name, start in plan.starts.items() if name != "start"}
-    identity = identity_of(settings, task, starts, plan.seed) if kept else {}
+    identity = plan.identity(**besides) if kept else {}
     with distributed.sharing({"queries": plan.queries, **identity}), ExitStack() as run:
         folder = RunFolder(output_dir, identity)
         run.enter_context(folder.writing(resume))

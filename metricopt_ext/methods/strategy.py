@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.folder import RunFolder
+from metricopt_ext.methods.folder import RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates
 from metricopt_ext.methods.new_classes import held_back
 from metricopt_ext.methods.result import Result
@@ -142,6 +142,12 @@ class Plan:
             task.metric.ledger.require(queries)
         size = _sized(task, queries, strategy, sum(isinstance(each, Start) for each in candidates.values()))
         return cls(task, queries, strategy, candidates, guard_confidence, seed, size)
+
+    def identity(self, **besides: Any) -> dict[str, Any]:
+        """Return what tells the run from others (`identity_of`), with what it depends on besides."""
+        settings = {**self.strategy.identity(), **({} if self.strategy.anytime else self.size), **besides}
+        starts = {name: start for name, start in self.starts.items() if name != "start"}
+        return identity_of(settings, self.task, starts, self.seed)
 
 
 def _check_learner(task: FinetuneTask, strategy: LearningStrategy, starts: list[str]) -> None:
