@@ -17,8 +17,8 @@ from typing import Any
 
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import print_table
-from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import CHEAP, RECOMMENDATIONS, Assessment
+from metricopt_ext.methods.optimize import assess
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tools.assess import assess_seed, read

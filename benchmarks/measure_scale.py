@@ -27,7 +27,7 @@ from torch import nn
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.style import print_table
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion

@@ -20,7 +20,7 @@ from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.style import new_figure, print_written, save_figure
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Trajectory

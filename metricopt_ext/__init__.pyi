@@ -10,9 +10,9 @@ from .adapters.signature import Outputs as Outputs
 from .adapters.start import Start as Start
 from .adapters.start import StartLine as StartLine
 from .methods.ask_and_tell import Search as Search
-from .methods.assess import assess as assess
 from .methods.folder import load_run as load_run
-from .methods.pipeline import optimize_metric as optimize_metric
+from .methods.optimize import assess as assess
+from .methods.optimize import optimize_metric as optimize_metric
 from .methods.result import Result as Result
 from .methods.soups import soup_starts as soup_starts
 from .methods.starts import batchnorm_start as batchnorm_start

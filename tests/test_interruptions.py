@@ -16,7 +16,7 @@ from torch import nn
 
 import metricopt_ext as mo
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.search.direct import RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 

@@ -25,8 +25,8 @@ from metricopt_ext.experiment.experiment import Experiment
 from metricopt_ext.experiment.output_folder import GROWS, open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_points
-from metricopt_ext.methods.assess import assess
 from metricopt_ext.methods.assessment import QUERIES, Assessment
+from metricopt_ext.methods.optimize import assess
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import sole_writer

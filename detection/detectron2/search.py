@@ -24,7 +24,7 @@ from metricopt_ext.detection.detectron2.processes import alone, on_main_process
 from metricopt_ext.detection.detectron2.trainer import MetricOptTrainer
 from metricopt_ext.detection.detectron2.weights import MODEL, divided, load_weights
 from metricopt_ext.errors import ConfigError, FileFormatError
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import soup_starts
 from metricopt_ext.runtime import distributed

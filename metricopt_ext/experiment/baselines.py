@@ -22,8 +22,8 @@ from metricopt_ext.experiment.traced import Spent, Trace, with_budget
 from metricopt_ext.methods.evaluating import Evaluating, search_results, searched
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.pipeline import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.methods.tuned_settings import accepted

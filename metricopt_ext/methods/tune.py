@@ -19,7 +19,7 @@ from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_function
 from metricopt_ext.errors import ConfigError, MetricError
 from metricopt_ext.methods.folder import RunFolder
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.runtime.progress import Callback

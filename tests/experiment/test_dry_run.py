@@ -18,7 +18,7 @@ from metricopt_ext.experiment.method_config import (
     RecipeConfig,
 )
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.pipeline import optimize_metric
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.metric import Metric
