@@ -2,7 +2,7 @@
 
 `tune_model` tunes a model for a metric in one call. Or attach an adapter (`attach_film`, `attach_outputs`), describe
 the task (`FinetuneTask`, `Metric`), and call `optimize_metric` with a number of metric queries: a guided search then
-finds phi, from the best of the starts (`Start`, `batchnorm_start`). The optimizer `MetricOpt` follows a value function
+finds phi, from the start that surely gains (`Start`, `batchnorm_start`). The optimizer `MetricOpt` follows a value function
 in your own loop. What can go wrong is in `metricopt_ext.errors`. Other strategies, learners and baselines are imported
 from their modules, which docs/api.md lists.
 """

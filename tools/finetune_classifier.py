@@ -7,7 +7,7 @@ r"""Finetune a classifier for the metric it is judged by, and report what it gai
         data.name=csv data.root=FILE data.target=COLUMN data.standardise=true queries=600 \
         metric.name=sklearn.metrics:f1_score metric.kwargs.average=macro
 
-A guided search finds phi, from the best of several free starts. method.name=recipe instead learns a value function from
+A guided search finds phi, from a free start that surely gains. method.name=recipe instead learns a value function from
 many finetuning runs; method.name=paper runs Algorithm 1 as printed. methods=[sl_r] also runs sibling methods
 (docs/siblings.md). queries=N limits how often MetricOpt evaluates the metric. Writes report.html (all in one file, to
 hand on), report.json, report.md and plots, and each seed's model before (model.safetensors) and after finetuning

@@ -4,7 +4,7 @@ r"""Finetune a detector for AP50, and report what it gained.
     python tools/finetune_detector.py --toolkit detectron2 --config-file configs/detection/bccd_detectron2.yaml \
         --output-dir out/bccd data.root=FOLDER
 
-A guided search finds phi, from the best of several free starts. method.name=recipe instead learns a value function from
+A guided search finds phi, from a free start that surely gains. method.name=recipe instead learns a value function from
 many finetuning runs; method.name=paper runs Algorithm 1 as printed. queries=N limits how often MetricOpt evaluates
 AP50. Writes report.html (all in one file, to hand on), report.json, report.md and plots, and each seed's detector after
 finetuning (tuned.pth, phi merged), adapter, value function and what --resume needs. docs/detection.md explains more.

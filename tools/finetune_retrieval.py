@@ -4,7 +4,7 @@ r"""Finetune an embedding for Recall@k, or another metric, on classes it has not
     python tools/finetune_retrieval.py --config-file configs/retrieval/omniglot.yaml --output-dir out/omniglot \
         data.root=FOLDER
 
-A guided search finds phi, from the best of several free starts. method.name=recipe instead learns a value function from
+A guided search finds phi, from a whitening unless it loses. method.name=recipe instead learns a value function from
 many finetuning runs; method.name=paper runs Algorithm 1 as printed. methods=[ala_mixture,ala_focal] also runs sibling
 methods (docs/siblings.md). queries=N limits how often MetricOpt evaluates the metric. Writes report.html (all in one
 file, to hand on), report.json, report.md and plots, and each seed's model before (model.safetensors) and after

@@ -158,7 +158,7 @@ def notes(content: dict[str, Any]) -> list[str]:
     often = {name: best["chosen"].count(name) for name in content["starts"]}
     chosen = ", ".join(f"{entry_of(name).title} in {count}" for name, count in often.items() if count)
     lines = [
-        "every call of the metric is a query; methods that continue from the best start are charged the"
+        "every call of the metric is a query; methods that continue from the chosen start are charged the"
         f" {counted(best['queries'], 'query')} that choose it ({chosen})",
     ]
     if any(each["method"] == OURS for each in content["guards"]):

@@ -207,7 +207,7 @@ def planned(
     rows = [
         ("starts", f"{len(named)}, a query each: {', '.join(named)}"),
         *((f"the line {name}", _along(each)) for name, each in planned.items()),
-        ("design", f"{counted(design, 'query')} around the best start"),
+        ("design", f"{counted(design, 'query')} around the start that is chosen"),
         ("batches", f"about {batches} of {strategy.batch} queries, and a query for the end"),
     ]
     if soups:

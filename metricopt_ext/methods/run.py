@@ -144,7 +144,7 @@ class SearchRun:
         return self._chosen(same) if same else best
 
     def _tune_settings(self) -> Run[None]:
-        """Tune settings at the best of the starts; those that surely gain are a start of their own."""
+        """Tune settings at the start that was chosen; those that surely gain are a start of their own."""
         assert self.task.settings is not None
         at, asked = self.starts[self.started], len(self.points)
         left = self.planned - self._for_what_is_kept()

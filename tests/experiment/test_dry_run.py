@@ -176,7 +176,7 @@ def test_the_plan_of_a_line_is_what_a_search_asks(
     assert [what for name, what in rows if name != "batches"] == [
         "1, a query each: the model as trained",
         f"{along} queries" if along else "left out, as there are too few queries",
-        f"{min(4, queries - 2 - along)} queries around the best start",
+        f"{min(4, queries - 2 - along)} queries around the start that is chosen",
     ]
     assert dict(rows)["batches"].startswith(f"about {batches} of 4 queries")
     assert work.queries == queries
