@@ -107,8 +107,8 @@ class Trial:
 class Search:
     """A search that you ask for trials and tell the metric's values (ask and tell, as in Optuna, Ax and cma).
 
-    Its first trials are the model as trained and the other starts; then it searches from one that surely gains. Trials come
-    in batches, and f is fitted again only once a whole batch is told, failed or given up. So the result depends neither
+    Its first trials are the model as trained and the other starts; then it searches from one of them. Trials come in
+    batches, and f is fitted again only once a whole batch is told, failed or given up. So the result depends neither
     on the order nor on the time of telling. `optimize_metric` is this loop on the task's own metric.
 
     It is for one thread. Trials of several files (`Trial.checkpoint`) are scored at once.

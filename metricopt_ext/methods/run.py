@@ -102,10 +102,10 @@ class SearchRun:
             self.evaluated[name] = evaluation
             self.points.append(Point(name, start, evaluation))
         self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
-        yield from self._along_lines()
-        self.started = model = self._begin_at()
         named = ["start", *(name for name, each in self.starts.items() if each.presumed)]
         self._against = self._chosen({name: self.evaluated[name] for name in named})
+        yield from self._along_lines()
+        self.started = model = self._begin_at()
         if self.task.settings is not None:
             yield from self._tune_settings()
         yield from self._searching(model)
@@ -114,7 +114,7 @@ class SearchRun:
         base = self.task.adapter.base_state_dict()
         spare = self.planned - held_back(self.strategy, self.task.metric) - self._least
         ranks = {name: ranked(each, self.limits) for name, each in self.evaluated.items()}
-        planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks)
+        planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks, self._against)
         for name, line in self._lines.items():
             if not planned[name].queries:
                 continue

@@ -190,7 +190,7 @@ class PlannedLine(NamedTuple):
     Attributes:
         queries: How many queries, besides those of the starts that lie on it; 0 of a line that is not looked along.
         holds: Names of the fixed starts that lie on it, and count among its queries.
-        leads_to: The fixed start at its end, where it begins at the model as it was trained; "" for other lines. Only
+        leads_to: The fixed start at its end, where it begins at the origin (`planned_lines`); "" for other lines. Only
             where that start is the better of the two are there any queries.
     """
 
@@ -206,29 +206,31 @@ def planned_lines(
     spare: int,
     base: Mapping[str, Tensor],
     ranks: Mapping[str, Any] | None = None,
+    origin: str = "start",
 ) -> dict[str, PlannedLine]:
     """Return what is asked along each line, by name; see `line_queries`.
 
-    A line from the model as it was trained to a fixed start is looked along only where that start is better. BatchNorm
-    statistics between those of training and deployment gained where the deployment's own did. Where these lose, as on
-    a long tail, the queries are better spent elsewhere.
+    A line from the origin to a fixed start is looked along only where that start is better. BatchNorm statistics
+    between those of training and deployment gained where the deployment's own did. Where these lose, as on a long
+    tail, the queries are better spent elsewhere.
 
     Args:
         lines: The lines.
-        fixed: The fixed starts, ``"start"`` among them, which lies on many a line and counts for none.
+        fixed: The fixed starts, the origin among them, which lies on many a line and counts for none.
         queries: Evaluations of the whole run.
         spare: Most that may be asked besides the fixed starts.
         base: What a start does not replace, by name (`Adapter.base_state_dict`).
         ranks: What is least of the best of the fixed starts, by name; None where they are yet to be asked, so that the
             plan is of what may be asked at most.
+        origin: Name of the model as it was trained, or of the start that is presumed in its place.
     """
-    ends, holds, taken = dict[str, str](), dict[str, tuple[str, ...]](), {"start"}
+    ends, holds, taken = dict[str, str](), dict[str, tuple[str, ...]](), {origin}
     for name, line in lines.items():
         known = known_on(line, fixed.values(), base)
         places = {each: known[start] for each, start in fixed.items() if start in known}
-        opposite = {line.low: line.high, line.high: line.low}.get(places.get("start", math.nan))
+        opposite = {line.low: line.high, line.high: line.low}.get(places.get(origin, math.nan))
         end = ends[name] = next((each for each, t in places.items() if t == opposite), "")
-        if ranks is None or not end or ranks[end] < ranks["start"]:
+        if ranks is None or not end or ranks[end] < ranks[origin]:
             holds[name] = tuple(each for each in places if each not in taken)
             taken |= places.keys()
     shares = dict(zip(holds, line_queries(queries, [*map(len, holds.values())], spare), strict=True))

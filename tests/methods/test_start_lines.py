@@ -166,3 +166,13 @@ def test_a_line_to_a_start_that_loses_costs_nothing(way: float, starts: int, qua
     if starts == 2:
         assert torch.equal(found[0].points, found[1].points)
         assert found[0].starts == found[1].starts
+
+
+@pytest.mark.parametrize(("way", "starts"), [(0.2, 3), (0.8, 8)])
+def test_what_is_presumed_is_what_a_line_leads_from(way: float, starts: int, quadratic: Callable[..., Any]) -> None:
+    """Its end is better than the model as it was trained, whichever way; but that is not what has to be bettered."""
+    task = quadratic()
+    half, end = Start(0.5 * task.goal, presumed=True), Start(way * task.goal)
+    given = {"half": half, "end": end, "line": line_between(half, end)}
+    result = optimize_metric(task, queries=30, starts=given, callback=Callback())
+    assert result.queries["starts"] == starts
