@@ -309,10 +309,11 @@ class Metric(CostScale):
         """
         own = () if self.combination else (self.name,)
         if lacking := [name for name in (*own, *self._needed) if name not in told]:
+            why = ", which it is subject to" * (lacking[0] in self.subject_to)
             raise MetricError(
-                f"metric {self.name!r} told {', '.join(map(brief, told))}, but not {lacking[0]!r}; let it return a dict"
-                " that has its own name, or give combine='worst' to make it of the others; and the names of subject_to"
-                " and combined, or give also={NAME: function}"
+                f"metric {self.name!r} told {', '.join(map(brief, told))}, but not {lacking[0]!r}{why}; let it tell a"
+                " dict that has its own name, or give combine='worst' to make it of the others; and the names of"
+                " subject_to and combined, or give also={NAME: function}"
             )
         outcomes = {name: self._outcome(name, each, noisy) for name, each in told.items()}
         value, pairs, noise = outcomes.pop(self.name) if self.combination is None else self.combined_of(outcomes)
