@@ -23,7 +23,7 @@ from metricopt_ext.comparison.guarded import TRAINED
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.seeds import chance_in_words
 from metricopt_ext.experiment.style import direction, markdown_table, print_points, print_table
-from metricopt_ext.methods.constrained import excess_in_words
+from metricopt_ext.methods.guard import excess_in_words
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.words import counted

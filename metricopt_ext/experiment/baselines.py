@@ -20,8 +20,7 @@ from metricopt_ext.experiment.passes import noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent, Trace, with_budget
 from metricopt_ext.methods.evaluating import Evaluating, search_results, searched
-from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.guard import CONFIDENCE, held_back
 from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.result import Result

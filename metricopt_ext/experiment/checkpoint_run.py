@@ -13,8 +13,8 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.ask_and_tell import Search, Trial
 from metricopt_ext.methods.assessment import QUERIES as FIRST
+from metricopt_ext.methods.ending import preferred, values_of_candidates
 from metricopt_ext.methods.guard import CONFIDENCE
-from metricopt_ext.methods.holdout import preferred, values_of_candidates
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_content
 from metricopt_ext.runtime.progress import Callback

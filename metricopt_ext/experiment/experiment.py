@@ -38,9 +38,9 @@ from metricopt_ext.experiment.usual_methods import metricopt_result, usual_metho
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.batchnorm_starts import statistics_line
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.setting_lines import setting_lines
 from metricopt_ext.methods.soups import Training, soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
+from metricopt_ext.methods.tuned_settings import setting_lines
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard
 from metricopt_ext.runtime.progress import Callback, Several, told

@@ -10,8 +10,7 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import direction, new_figure, over_seeds, save_figure
-from metricopt_ext.methods.setting_lines import VALUES, SettingLine
-from metricopt_ext.methods.tuned_settings import shown
+from metricopt_ext.methods.tuned_settings import VALUES, SettingLine, shown
 from metricopt_ext.utils.words import counted
 
 ACROSS = 3  # settings side by side

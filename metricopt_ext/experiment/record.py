@@ -10,7 +10,7 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.methods.tuned_settings import SettingLine
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.described import LARGEST, from_json
 from metricopt_ext.utils.files import read_json, write_json

@@ -11,9 +11,17 @@ import torch
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
-from metricopt_ext.methods.constrained import Constrained, besides, decide_within
-from metricopt_ext.methods.guard import CONFIDENCE, Decision, Guard, Verdict, decide_among
-from metricopt_ext.methods.holdout import best_on_holdout
+from metricopt_ext.methods.guard import (
+    CONFIDENCE,
+    Constrained,
+    Decision,
+    Guard,
+    Verdict,
+    besides,
+    best_on_holdout,
+    decide_among,
+    decide_within,
+)
 from metricopt_ext.methods.outcomes import worst_of
 from metricopt_ext.methods.result import kept, with_so_little_data
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE

@@ -10,14 +10,24 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.constrained import Constrained, decide_within
-from metricopt_ext.methods.guard import CLIMBED, Decision, decide, judge, start_to_keep
-from metricopt_ext.methods.new_classes import KeptShare, kept_share
+from metricopt_ext.methods.guard import (
+    CLIMBED,
+    Constrained,
+    Decision,
+    KeptShare,
+    best_on_holdout,
+    decide,
+    decide_within,
+    judge,
+    kept_share,
+    start_to_keep,
+)
 from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import correlation_of_halves
@@ -193,3 +203,53 @@ def path_of(start: Tensor, end: SearchResult) -> Tensor:
             best = evaluation.cost
             stood.append(point)
     return torch.stack([*stood, end.phi])
+
+
+def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
+    """Return a run's result with what held-out data prefer: what the guard kept, or a candidate that it had before.
+
+    The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
+    over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
+    If the metric can't tell a gain from chance, these data are what does (`judge_held_out`).
+
+    Args:
+        result: What the guard made of the run; one that kept the model as it was is returned as it is.
+        task: The run's, judged on the held-out data: a query for the model as it was, for the start that a search
+            began from, if that is another, and for what was kept.
+        confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
+
+    Raises:
+        MetricError: The metric failed.
+    """
+    if result.chosen == "start":
+        return result
+    found = {name: task.evaluate(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)}
+    values = {name: each.value for name, each in found.items()}
+    result = preferred(result, values, task.metric, confidence)
+    if result.settings is None or task.settings is None:
+        return result
+    after = task.values_of(result.start_of(result.chosen).settings)
+    return replace(result, settings=result.settings.of_kept(task.settings, after))
+
+
+def values_of_candidates(result: Result) -> dict[str, float]:
+    """Return what held-out data choose from, by name, with its value on the data that the search sees."""
+    found = {"start": result.before, result.started_at: result.starts[result.started_at], result.chosen: result.after}
+    return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
+
+
+def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result:
+    """Return a run's result with what held-out data prefer; see `confirmed`.
+
+    Args:
+        result: What the guard made of the run.
+        aside: The values of `values_of_candidates` on these data; those that failed there are left out.
+        metric: What the values mean.
+        confidence: As in `confirmed`.
+    """
+    values = {name: each for name, each in values_of_candidates(result).items() if name in aside}
+    chosen, verdict = best_on_holdout(values, aside, metric, result.guard, confidence)
+    result = replace(result, chosen=chosen, after=values[chosen], holdout=dict(aside))
+    if verdict is None:
+        return result
+    return replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)

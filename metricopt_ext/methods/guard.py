@@ -5,8 +5,8 @@ from the search. Of a metric that is a plain number nothing is known, and every 
 of two halves of data count for none (`fault_of_halves`).
 
 Where a model will be judged on other classes than the metric's (`Metric.new_classes`), chance is not all: a search also
-climbs what is its classes' own. Of an end that is kept, a share of the way is kept then, or nothing
-(`new_classes.kept_share`). With few classes, 30 say, that mends it only in part.
+climbs what is its classes' own. Of an end that is kept, a share of the way is kept then, or nothing (`kept_share`).
+With few classes, 30 say, that mends it only in part.
 """
 
 import math
@@ -14,17 +14,33 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from metricopt_ext.errors import BudgetError
 from metricopt_ext.runtime import distributed
+from metricopt_ext.search.descent import descend
+from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.visited import ranked
-from metricopt_ext.tasks.constraints import Limits
+from metricopt_ext.tasks.combine import costs_on_pairs
+from metricopt_ext.tasks.constraints import Constraint, Limits
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
-from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
-from metricopt_ext.utils.words import brief
+from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.split_half import (
+    TELLING,
+    UNITS,
+    chance_of_gain,
+    fault_of_halves,
+    reliability_of,
+    repeats_agree,
+)
+from metricopt_ext.tasks.task import FinetuneTask
+from metricopt_ext.utils.threads import num_threads
+from metricopt_ext.utils.words import brief, decimals
+from metricopt_ext.value.gp import GPValueFunction
 
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
@@ -427,3 +443,360 @@ def reliability_under(noise: float, costs: Tensor) -> float:
     if len(costs) < TELLING or (variance := float(costs.var())) == 0:
         return 0.0
     return max(0.0, 1 - noise**2 / variance)
+
+
+# --- Constraints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """How a run stands to its constraints.
+
+    Attributes:
+        limits: The constraints, with their bounds in the quantities' own units.
+        violated: What each candidate violates, by name; what was refused for it among them.
+        excesses: By how much each candidate is beyond each of the limits, by name, as far as it was asked.
+        holding: Number of points that were asked and satisfy all.
+        evaluated: Number of points that were evaluated.
+    """
+
+    limits: Limits
+    violated: Mapping[str, tuple[Constraint, ...]]
+    excesses: Mapping[str, tuple[float, ...]]
+    holding: int
+    evaluated: int
+
+    @classmethod
+    def of(
+        cls, limits: Limits | None, candidates: Mapping[str, Evaluation], evaluated: Sequence[Evaluation]
+    ) -> "Constrained | None":
+        """Return how a run stands, None without constraints.
+
+        Args:
+            limits: The constraints.
+            candidates: What the guard chose from, by name.
+            evaluated: All that was evaluated.
+        """
+        if limits is None:
+            return None
+        violated = {  # what was not asked, as f's mean stands in, is not known to satisfy any
+            name: limits.violated(each) if each.outcomes else limits.constraints for name, each in candidates.items()
+        }
+        excesses = {name: limits.excesses(each) for name, each in candidates.items() if each.outcomes}
+        return cls(limits, violated, excesses, sum(map(limits.hold, evaluated)), len(evaluated))
+
+    def allows(self, name: str) -> bool:
+        """Whether a candidate may be kept: what satisfies all, or the model as it was trained where nothing does."""
+        return not self.violated[name] or (name == "start" and all(self.violated.values()))
+
+    def excess(self, name: str) -> dict[str, float]:
+        """Return by how much a candidate breaks each constraint that it violates, in the quantity's own unit."""
+        broken = set(self.violated[name])
+        pairs = zip(self.limits.constraints, self.excesses.get(name, ()), strict=False)
+        return {str(each): number for each, number in pairs if each in broken}
+
+    def bound(self, name: str) -> str:
+        """Return the bound on a quantity with its number, e.g. ``">= 0.845"``; empty if it has none."""
+        for each, number in zip(self.limits.constraints, self.limits.numbers, strict=True):
+            if each.name == name:
+                return f"{'>=' if each.at_least else '<='} {decimals(number)}"
+        return ""
+
+    def lines(self, chosen: str, called: Callable[[str], str]) -> list[str]:
+        """Say what the constraints decided; nothing if all candidates satisfy them.
+
+        Args:
+            chosen: What was kept, by name.
+            called: Returns the words for a candidate (`result.kept`).
+        """
+        lines = [
+            f"{called(name)} violates {' and '.join(map(str, each))}, so it can't be kept"
+            for name, each in self.violated.items()
+            if each and name not in ("start", chosen)
+        ]
+        if broken := self.broken(chosen):
+            said = " and ".join(map(str, self.limits.constraints))
+            return [f"none of {self.evaluated} points that were asked satisfies {said}: what is kept {broken}"]
+        if self.violated["start"] and chosen != "start":
+            said = " and ".join(map(str, self.violated["start"]))
+            lines.append(f"the model as it was violates {said}, so the best that satisfies it is kept, gain or not")
+        return lines
+
+    def to_json(self, chosen: str) -> dict[str, Any]:
+        """Return the limits as plain data, and by how much what was kept breaks those that it breaks."""
+        return {"subject to": self.limits.texts(), "broken": self.excess(chosen)}
+
+    def broken(self, name: str) -> str:
+        """Say what a candidate violates, and by how much; empty if it satisfies all."""
+        excess = self.excess(name)
+        return f"violates {excess_in_words(excess)} on the metric's data" if excess else ""
+
+
+def excess_in_words(excess: Mapping[str, float]) -> str:
+    """Say by how much each constraint is broken; see `Constrained.excess`."""
+    return " and ".join(f"{limit} by {decimals(by)}" for limit, by in excess.items())
+
+
+def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | None) -> list[str]:
+    """Say what became of other quantities than the metric, in a line; none without any.
+
+    Args:
+        also: Before and after, by name.
+        constrained: How the run stands to its constraints; None without any.
+    """
+
+    def shown(name: str) -> str:
+        before, after = also[name]
+        bound = "" if constrained is None else constrained.bound(name)
+        return f"{name} {decimals(before)} -> {decimals(after)}" + (f" ({bound})" if bound else "")
+
+    return [f"besides: {', '.join(map(shown, also))}"] if also else []
+
+
+def decide_within(
+    limits: Limits | None,
+    candidates: Mapping[str, Evaluation],
+    on_end: Callable[[Mapping[str, Evaluation]], Decision],
+    on_starts: Callable[[Mapping[str, Evaluation]], Decision],
+) -> Decision:
+    """Decide among the candidates that satisfy the constraints; the model as it was trained is kept where none does.
+
+    Where that model violates one, the best that satisfies all is kept, whether or not its metric gains.
+
+    Args:
+        limits: The constraints; None without any. What was observed counts.
+        candidates: Evaluations by name: of the model as it was trained first, and of the search's end last.
+        on_end: Decides among candidates of which the last is the search's end, as `decide` does.
+        on_starts: Decides among candidates without it.
+    """
+    trained, *_, end = candidates
+    holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
+    if trained not in holding:  # what satisfies all comes before any gain
+        otherwise = min(holding.keys() - {end}, key=lambda name: holding[name].cost, default=trained)
+        kept = min(holding, key=lambda name: holding[name].cost, default=trained)
+        return Decision(kept, on_end(candidates).verdict, otherwise)
+    if end in holding and end != trained:
+        return on_end(holding)
+    if len(holding) > 1:  # a start that the search began from
+        return on_starts(holding)
+    return Decision(trained, on_end(candidates).verdict)
+
+
+def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:
+    """Return the name of the best evaluation, the first of equals."""
+    return min(evaluated, key=lambda name: ranked(evaluated[name], limits))
+
+
+# --- New classes -----------------------------------------------------------------------------------------------------
+
+# A search that follows a metric of C classes climbs what is these classes' own. For a quadratic, of the gain
+# ``O = tr(H^-1 J) / C`` is lost on other classes (Takeuchi's criterion), H the curvature and J the covariance of the
+# classes' gradients. Both halves of the classes have been climbed, so their agreement says nothing of it. But f can be
+# conditioned on one half's values and followed to its own end, where the other half's f tells what is lost.
+
+# The optimism is counted one and a half times: with 60 classes the estimate is about right, with 30 it is too small.
+STRENGTH = 1.5
+
+# A half's f is followed within this share of the way from start to end, around its own best point.
+REACH = 0.5
+
+
+def held_back(search: SearchStrategy, metric: Metric) -> int:
+    """Return how many evaluations a search does not get, as one is for what is kept (`kept_share`)."""
+    return int(metric.new_classes and search.keeps_shares)
+
+
+@dataclass(frozen=True)
+class KeptShare:
+    """How far to go towards a search's end where the model will be judged on other classes, in units of the cost.
+
+    Attributes:
+        share: t in [0, 1]: ``start + t (end - start)`` is to be kept; 0 for the start.
+        optimism: O, what of the gain is expected to be lost on other classes.
+        gain: G, the smaller of the observed and of f's gain.
+        crossed: The mean gain of one half's end as the other half's f sees it.
+        evaluated: Whether the metric was evaluated at what is kept, if that is neither start nor end; else f's mean
+            stands in.
+    """
+
+    share: float
+    optimism: float
+    gain: float
+    crossed: float
+    evaluated: bool = True
+
+    def point(self, start: Tensor, end: Tensor) -> Tensor:
+        """Return what is to be kept, ``d``: t of the way from start to end, ``d`` each."""
+        return start + self.share * (end - start)
+
+    def doubt(self) -> str:
+        """Say why the end was not kept as it is."""
+        if self.crossed <= 0:
+            return "what is gained by one half of the metric's classes is not gained by the other"
+        if not self.share:
+            return f"all of its gain may be lost on other classes than the metric's (expected: {self.optimism:.4f})"
+        return f"{self.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
+
+
+def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
+    """Return how far to go towards a search's end, if halves of the metric's classes tell; it costs no query.
+
+    On other classes, a step of t times the way is worth ``t (2 G - O) - t^2 G``, were the metric quadratic: t is
+    best at ``1 - O / (2 G)``, James and Stein's shrinkage along a line. O is counted `STRENGTH` times. The start is
+    kept if nothing is left of t, or if one half's end does not gain on the other half's f, on average.
+
+    Where classes are few, this mends it only in part: with 60 classes O was about what was lost on others, with 30 and
+    with 4 it was too small by several times. Halves have half the classes, and make other errors than all of them.
+
+    Args:
+        end: A guided search's, with an f.
+        start: Where it began, ``d``; one of its points.
+
+    Returns:
+        None without an f, or if no point has halves.
+    """
+    if end.f is None:
+        return None
+    points, evaluations = _points_with_halves(end)
+    halves = costs_on_pairs(evaluations, end.f.combination) if evaluations else None
+    if halves is None:
+        return None
+    own, other = cross_gains(end.f, points, halves, start, end.phi)
+    started = next(e for p, e in zip(end.points, end.evaluations, strict=True) if torch.equal(p, start))
+    gain = min(started.cost - end.cost, end.gain_over(start))
+    optimism, crossed = optimism_of(own, other), float(other.mean())
+    share = share_of(optimism, gain) if crossed > 0 else 0.0
+    return KeptShare(share, optimism, gain, crossed)
+
+
+def optimism_of(own: Tensor, other: Tensor) -> float:
+    """Return O, what a gain on all classes is expected to lose on others.
+
+    The end of half the classes gains more on its own f than on the other half's by twice as much as that of all
+    classes would: what is lost on others is inversely proportional to their number, and so is what was gained too much.
+
+    Args:
+        own: Gains of halves' ends by their own f, ``m``.
+        other: Their gains by the f of the other half, ``m``.
+    """
+    return float((own - other).mean() / 2)
+
+
+def share_of(optimism: float, gain: float) -> float:
+    """Return t in [0, 1] for O and G; 0 for a gain that is none."""
+    return min(1.0, max(0.0, 1 - STRENGTH * optimism / (2 * gain))) if gain > 0 else 0.0
+
+
+@num_threads(1)
+def cross_gains(
+    f: GPValueFunction, points: Tensor, halves: Tensor, start: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Follow the f of each half of the classes to its end, and see what it gains there, and on the other half's f.
+
+    All have f's kernel, noise and promises. Distances are those of the kernel.
+
+    Args:
+        f: The value function; of its own costs nothing is used.
+        points: The visited points, ``n x d``.
+        halves: The outcomes' costs there on p pairs of halves, ``n x p x 2 x m``.
+        start: Where the search began, ``d``.
+        end: Its end, ``d``: each f is followed within `REACH` times its distance, from the point where f is least.
+
+    Returns:
+        The gains over the start by the half's own f, ``2 p``, and by the other half's, ``2 p``, in units of the cost.
+    """
+    count, m = 2 * halves.shape[1], halves.shape[-1]
+    z, none = (points.double() - start.double()) @ f.transform, torch.zeros_like(start[None], dtype=torch.float64)
+    trend = torch.linalg.solve(f.transform, (f.trend * f.outcome_std[:, None]).T).T.repeat(count, 1)  # in z
+    kernel, costs = torch.eye(len(start)).to(z), halves.to(z).flatten(1)
+    of_halves = GPValueFunction.conditioned(z, costs, kernel, f.noise.repeat(count), trend=trend)
+
+    def cost(at: Tensor) -> Tensor:  # k x d in z to k x 2p: at each point, that on each half
+        outcomes = (of_halves.outcome_mean + of_halves.outcome_std * of_halves.outcomes(at)).view(len(at), count, m)
+        return outcomes[..., 0] if f.combination is None else f.combination.cost(outcomes)
+
+    best = z[cost(z).argmin(0)]
+    reach = REACH * float(((end.double() - start.double()) @ f.transform).norm())
+    ends, _ = descend(lambda at: cost(at).diagonal(), best, best, reach)
+    gains = cost(none) - cost(ends)  # of each half's end, by each half's f
+    own = torch.arange(count, device=gains.device)
+    return gains[own, own], gains[own, own ^ 1]
+
+
+def _points_with_halves(end: SearchResult) -> tuple[Tensor, Sequence[Evaluation]]:
+    """Return the points that f knows and the end, ``n x d``, and their evaluations: those that have halves."""
+    known = list(range(len(end.points))) if end.known is None else end.known.tolist()
+    points = [end.points[at] for at in known]
+    evaluations = [end.evaluations[at] for at in known]
+    if not any(torch.equal(point, end.phi) for point in points):
+        points, evaluations = [*points, end.phi], [*evaluations, end.evaluation]
+    halved = [at for at, each in enumerate(evaluations) if each.halves is not None]
+    return torch.stack([points[at] for at in halved] or [end.phi]), [evaluations[at] for at in halved]
+
+
+# --- Data held out ---------------------------------------------------------------------------------------------------
+
+CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
+
+
+def check_holdout(task: FinetuneTask, metric: Metric) -> None:
+    """Refuse a metric that can't judge a run on held-out data.
+
+    Raises:
+        ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
+        BudgetError: Its ledger has too few queries left.
+    """
+    if not isinstance(metric, Metric):
+        raise ValueError(f"holdout is {metric!r}; it must be a Metric, of data that task.metric does not see")
+    if metric is task.metric or metric.function is task.metric.function:
+        raise ValueError(f"holdout is {metric.name!r} itself, which the search sees; it must be of other data")
+    if metric.maximize != task.metric.maximize:
+        better = "higher" if metric.maximize else "lower"
+        raise ValueError(f"for holdout, {metric.name!r}, {better} is better, unlike for {task.metric.name!r}")
+    if _in_other_units(metric.bounds, task.metric.bounds):
+        raise ValueError(
+            f"holdout, {metric.name!r}, has bounds {metric.bounds}, and {task.metric.name!r} {task.metric.bounds};"
+            " their gains are compared, so let both be of one unit"
+        )
+    if metric.constraints:
+        raise ValueError(
+            f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"
+            f" {task.metric.name!r}, and leave a margin"
+        )
+    if metric.ledger.left < CANDIDATES * metric.repeats:
+        needed = CANDIDATES * metric.repeats
+        raise BudgetError(f"holdout takes up to {needed} queries, {metric.ledger.left} are left in its budget")
+
+
+def _in_other_units(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    """Whether bounds are so many times as wide as others that they must be of another unit, such as percent."""
+    if a is None or b is None:
+        return False
+    narrow, wide = sorted((a[1] - a[0], b[1] - b[0]))
+    return wide >= UNITS * narrow
+
+
+def best_on_holdout(
+    values: Mapping[str, float], aside: Mapping[str, float], metric: CostScale, guard: Guard, confidence: float
+) -> tuple[str, Verdict | None]:
+    """Return which candidate held-out data prefer, and their verdict where nothing else told chance.
+
+    Args:
+        values: The candidates' values on the data that the search sees, by name, ``"start"`` among them.
+        aside: Their values on the held-out data.
+        metric: What the values mean.
+        guard: What told chance before.
+        confidence: As in `confirmed`.
+    """
+    costs = {name: metric.sign * value for name, value in aside.items()}
+    if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint
+        return min(costs, key=lambda name: costs[name]), None
+    verdicts = {
+        name: judge_held_out(metric.sign * (values["start"] - values[name]), costs["start"] - costs[name], confidence)
+        for name in costs
+        if name != "start"
+    }
+    if not verdicts:
+        return "start", None
+    best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
+    return best if verdicts[best].accepted else "start", verdicts[best]

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.constrained import Constrained, besides
-from metricopt_ext.methods.guard import Decision, Guard, Verdict
-from metricopt_ext.methods.new_classes import KeptShare
+from metricopt_ext.methods.guard import Constrained, Decision, Guard, KeptShare, Verdict, besides
 from metricopt_ext.methods.outcomes import Outcomes
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.plain import in_markdown

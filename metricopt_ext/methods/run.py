@@ -9,10 +9,8 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.assessment import Assessment, Evaluated, assessed, kind_of
-from metricopt_ext.methods.constrained import best_of
 from metricopt_ext.methods.ending import Began, decided, guarded
-from metricopt_ext.methods.guard import chosen_start
-from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.guard import chosen_start, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import divided
 from metricopt_ext.methods.strategy import OUT_OF_SIGHT, Plan

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.folder import RunFolder, identity_of
-from metricopt_ext.methods.guard import CONFIDENCE, deviates
-from metricopt_ext.methods.new_classes import held_back
+from metricopt_ext.methods.guard import CONFIDENCE, deviates, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import all_starts
 from metricopt_ext.runtime.progress import Callback

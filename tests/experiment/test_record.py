@@ -13,7 +13,7 @@ from helpers.records import record as recorded
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.record import Outcome, SeedRecord, check_alike
-from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.methods.tuned_settings import SettingLine
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:

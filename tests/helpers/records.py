@@ -2,7 +2,7 @@
 
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.methods.paper.recipe import StepWeights
-from metricopt_ext.methods.setting_lines import SettingLine
+from metricopt_ext.methods.tuned_settings import SettingLine
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 

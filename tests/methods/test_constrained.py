@@ -15,8 +15,7 @@ from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.constrained import decide_within
-from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide, decide_within
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints

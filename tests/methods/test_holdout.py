@@ -12,7 +12,7 @@ from helpers.quadratics import QuadraticLearner
 from helpers.refusals import assert_named
 from metricopt_ext import Callback, Metric, Result, Start, optimize_metric
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.holdout import best_on_holdout
+from metricopt_ext.methods.guard import best_on_holdout
 from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.tasks.cost_scale import CostScale

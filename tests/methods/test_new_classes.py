@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.methods.ending import Began, guarded
-from metricopt_ext.methods.new_classes import REACH, STRENGTH, cross_gains, held_back, kept_share, share_of
+from metricopt_ext.methods.guard import REACH, STRENGTH, cross_gains, held_back, kept_share, share_of
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
