@@ -150,8 +150,7 @@ def run_seed(
         (starts, lines), fresh = divided(known), _fresh(experiment.task, spent)
         evaluations = {name: fresh.evaluate(start, "starts") for name, start in starts.items()}
         limits = Limits.of(experiment.task.metric.constraints, evaluations["start"])
-        presumed = [name for name, each in starts.items() if each.presumed]
-        chosen = chosen_start(evaluations, presumed, limits, config.guard.confidence)
+        chosen = chosen_start(starts, evaluations, limits, config.guard.confidence)
         started = Started(starts, chosen, len(starts) + asking, evaluations, lines)
         opening = Opening(started, now() - began, _passes(made, fresh, known))
         write_json(folder / STARTS, {"seed": seed, **opening.record(experiment.task, experiment.test_metric)})

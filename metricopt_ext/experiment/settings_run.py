@@ -14,13 +14,11 @@ from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, 
 from metricopt_ext.methods.guard import (
     CONFIDENCE,
     Constrained,
-    Decision,
     Guard,
     Verdict,
     besides,
     best_on_holdout,
-    decide_among,
-    decide_within,
+    decide,
 )
 from metricopt_ext.methods.outcomes import worst_of
 from metricopt_ext.methods.result import kept, with_so_little_data
@@ -300,13 +298,7 @@ class SettingsRun(ProgramRun):
         best_values = self.settings.complete({} if end is None or end.failed else asking.end.settings)
         best = self._score(asking, best_values)
         ends = {BEFORE: self._evaluation(before), AFTER: self._evaluation(best)}
-        others = list(visited)
-        others.remove(ends[AFTER])  # which is among what was chosen from anyway
-
-        def decide(candidates: Mapping[str, Evaluation]) -> Decision:
-            return decide_among(candidates, others, SETTINGS_CONFIDENCE)
-
-        decision = decide_within(limits, ends, decide, decide)
+        decision = decide(ends, visited, SETTINGS_CONFIDENCE, limits=limits)
         kept = decision.kept == AFTER
         if limits is not None and not limits.hold(ends[AFTER]):
             best_values, best = self.settings.defaults, before

@@ -17,10 +17,7 @@ from metricopt_ext.methods.guard import (
     KeptShare,
     best_on_holdout,
     decide,
-    decide_within,
-    judge,
     kept_share,
-    start_to_keep,
 )
 from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
@@ -64,6 +61,11 @@ class Began(NamedTuple):
         """The evaluations that the search does not know, as they are of other tensors or settings."""
         return [each.evaluation for each in self.points if not each.start.of_the_same(self.at)]
 
+    def candidates(self, end: SearchResult) -> dict[str, Evaluation]:
+        """Return the evaluations of what the guard chooses from, by name; a search's end is the last."""
+        names = ("start", self.against, self.name, *self.lines)
+        return {**{name: self.evaluated[name] for name in names}, "search": end.evaluation}
+
 
 def decided(
     task: FinetuneTask, began: Began, end: SearchResult, confidence: float, limits: Limits | None = None
@@ -72,40 +74,26 @@ def decided(
 
     Args are those of `guarded`.
     """
-    candidates, ends = found(began, end)
+    candidates = began.candidates(end)
 
-    def gain_by_f(kept: str) -> float:
-        known = began.starts[kept].of_the_same(began.at)  # f is of the model with its tensors
-        return end.gain_over(ends[kept]) if known else math.inf
+    def gain_by_f(name: str) -> float:
+        known = began.starts[name].of_the_same(began.at)  # f is of the model with its tensors
+        return end.gain_over(began.starts[name].phi) if known else math.inf
 
-    def without_end(those: Mapping[str, Evaluation]) -> Decision:
-        kept = start_to_keep({**those, "search": end.evaluation}, visited, confidence, lines=began.lines)
-        return Decision(kept, judge(those[began.against], those[kept], visited, confidence))
-
-    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
-    climbed = CLIMBED[task.metric.combination is not None] * end.climbed
-    decision = decide_within(
-        limits,
+    decision = decide(
         candidates,
-        lambda those: decide(_in_order(began, those), visited, confidence, gain_by_f, climbed, began.lines),
-        lambda those: without_end(_in_order(began, those)),
+        [*end.evaluations, *(began.elsewhere if began.lines else ())],
+        confidence,
+        gain_by_f,
+        CLIMBED[task.metric.combination is not None] * end.climbed,
+        against=began.against,
+        started=began.name,
+        lines=began.lines,
+        limits=limits,
     )
     new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
     new = new and (limits is None or limits.hold(candidates[decision.otherwise]))  # or else there is no way back
     return decision, kept_share(end, began.at.phi) if new else None
-
-
-def _in_order(began: Began, candidates: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
-    """Return what `decide` chooses from: what the end is held against, where the search began, lines, and the end."""
-    names = dict.fromkeys((began.against, began.name, *began.lines, "search"))
-    return {name: candidates[name] for name in names if name in candidates}
-
-
-def found(began: Began, end: SearchResult) -> tuple[dict[str, Evaluation], dict[str, Tensor]]:
-    """Return the evaluations of what the guard chooses from, and the phi, ``d``, of these and all starts, by name."""
-    candidates = {name: began.evaluated[name] for name in ("start", began.against, began.name, *began.lines)}
-    ends = {name: each.phi for name, each in began.starts.items()}
-    return {**candidates, "search": end.evaluation}, {**ends, "search": end.phi}
 
 
 def guarded(
@@ -131,7 +119,7 @@ def guarded(
     starts, evaluated, started = began.starts, began.evaluated, began.name
     start, repeats = began.at.phi, task.metric.repeats
     decision, share = decided(task, began, end, confidence, limits)
-    candidates, ends = found(began, end)
+    candidates, ends = began.candidates(end), {name: each.phi for name, each in starts.items()} | {"search": end.phi}
     path = path_of(start, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise

@@ -14,11 +14,12 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
@@ -117,7 +118,8 @@ class Decision:
     Attributes:
         kept: Its name among the candidates.
         verdict: What the guard thinks of the best end: over what it is held against if that is what it was refused
-            for, or if no start was kept; and else over the start.
+            for, or if no start was kept; and else over the start. Where the end violates a constraint, and a start may
+            be kept instead, it is on that start.
         otherwise: What is kept where the end is not, for other reasons (`kept_share`).
     """
 
@@ -130,9 +132,13 @@ def decide(
     candidates: Mapping[str, Evaluation],
     visited: Sequence[Evaluation],
     confidence: float = CONFIDENCE,
-    predicted: Callable[[str], float] = lambda kept: math.inf,
+    predicted: Callable[[str], float] = lambda name: math.inf,
     climbed: float = 0.0,
+    *,
+    against: str = "start",
+    started: str = "start",
     lines: Collection[str] = (),
+    limits: Limits | None = None,
 ) -> Decision:
     """Keep the start that a search began from, the best along a line, or the search's end.
 
@@ -142,64 +148,115 @@ def decide(
     all that was asked; without an f, the gain less its optimism counts. The line's best had few directions to be lucky
     in: the end must gain on it by both.
 
+    Only what satisfies the constraints is kept. Where the model as it was trained violates one, the best that satisfies
+    all is, whether or not its metric gains; where nothing satisfies them, that model is.
+
     Args:
-        candidates: Evaluations by name: of what the end is held against, of the start that the search began from
-            (`chosen_start`) unless it is the same, of the best along each line if there are any, and of the search's
-            end.
+        candidates: Evaluations by name: of the model as it was trained first, of the search's end last.
         visited: Those of the points that the end was chosen from.
-        confidence: How sure to be that the end gains on the first, at least 0.5 and below 1; of a line's best at most
+        confidence: How sure to be that the end gains, at least 0.5 and below 1; of a line's best at most
             `LINE_CONFIDENCE` is asked.
         predicted: The gain of the search's end over another candidate as f sees it, by that one's name, in units of the
             cost; infinite if there is no f to ask, as about a start with other tensors.
         climbed: What of the end's gain on what it is held against is optimism at least, as the search would have
             gained as much in chance alone (`CLIMBED`). It does not count where what is kept otherwise gains by the
             end's own confidence: then the model is better than it was, and the end is a choice by expectation.
+        against: The candidate that the end is held against: the model as it was trained, or what is presumed.
+        started: The candidate that the search began from (`chosen_start`).
         lines: Names of the candidates that are the best along a line.
+        limits: The constraints; None without any. What was observed counts.
     """
-    candidates, visited = _with_halves(candidates, visited)
     trained, *_, end = candidates
-    kept = start_to_keep(candidates, visited, confidence, predicted, lines)
-    if kept != trained and judge(candidates[trained], candidates[kept], visited, confidence).accepted:
+    holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
+    ruled = trained not in holding or len(holding) == 1  # by constraints alone
+    judged = candidates if ruled else holding
+    if end not in judged:
+        predicted = lambda name: math.inf  # noqa: E731
+    else:
+        candidates, visited = _with_halves(candidates, visited)
+    was, kept = candidates[against], started if started in judged and started not in lines else against
+    for name in judged:
+        if name not in lines or name == against:
+            continue
+        sure = judge(was, candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted
+        by_f = predicted(kept) - predicted(name)
+        if sure and (kept == against or _between(candidates[kept], candidates[name], visited, by_f).accepted):
+            kept = name
+    if end not in judged:
+        return Decision(kept, judge(was, candidates[kept], visited, confidence))
+    if kept != against and judge(was, candidates[kept], visited, confidence).accepted:
         climbed = 0.0
-    verdict = judge(candidates[trained], candidates[end], visited, confidence, predicted(trained), climbed)
+    verdict = judge(was, candidates[end], visited, confidence, predicted(against), climbed)
     if verdict.accepted and kept in lines:
         verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
-    elif verdict.accepted and kept != trained:
+    elif verdict.accepted and kept != against:
         verdict = _between(candidates[kept], candidates[end], visited, predicted(kept))
-    return Decision(end if verdict.accepted else kept, verdict, kept)
+    if not ruled:
+        return Decision(end if verdict.accepted else kept, verdict, kept)
+    best = [*sorted(holding, key=lambda name: holding[name].cost), trained]
+    return Decision(best[0], verdict, next(name for name in best if name != end))
 
 
-def start_to_keep(
-    candidates: Mapping[str, Evaluation],
+def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation], by_f: float) -> Verdict:
+    """Judge which of two changes is expected to be better, by f's gain where there is one, a finite number.
+
+    Only what the queries show to be worse by more than a deviation of chance is not better, whatever f says: f may be
+    off by more than what a metric without chance tells.
+    """
+    known = math.isfinite(by_f)
+    return replace(judge(before, after, visited, EXPECTED, by_f if known else math.inf), by_f=known)
+
+
+def decide_among(
+    ends: Mapping[str, Evaluation],
     visited: Sequence[Evaluation],
     confidence: float = CONFIDENCE,
-    predicted: Callable[[str], float] = lambda kept: math.inf,
-    lines: Collection[str] = (),
-) -> str:
-    """Return the name of what is kept where a search's end is not: where it began, or the best along a line.
+    overstated: Mapping[str, float] | None = None,
+) -> Decision:
+    """Keep the model as it was, or the best of the ends of several ways to finetune it.
 
-    Args are those of `decide`.
+    Args:
+        ends: Evaluations by name: of the model as it was first, then of each end.
+        visited: Those made before, where finetuning goes.
+        confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
+        overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
     """
-    trained, *others, _ = candidates
-    kept = next((name for name in others if name not in lines), trained)
-    for name in (each for each in others if each in lines):
-        if not judge(candidates[trained], candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted:
-            continue
-        if kept != trained:
-            ends = predicted(kept), predicted(name)
-            by_f = ends[0] - ends[1] if all(map(math.isfinite, ends)) else math.inf
-            if not _between(candidates[kept], candidates[name], visited, by_f).accepted:
-                continue
-        kept = name
-    return kept
+    ends, visited = _with_halves(ends, visited)
+    (start, was), *others = ends.items()
+    visited, known = [*visited, *(each for _, each in others)], overstated or {}
+    verdicts = {name: judge(was, each, visited, confidence, overstated=known.get(name, 0.0)) for name, each in others}
+    best = max(verdicts, key=lambda name: verdicts[name].gain - verdicts[name].optimism)
+    return Decision(best if verdicts[best].accepted else start, verdicts[best])
+
+
+def _with_halves(
+    candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
+) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
+    """Return the evaluations without halves, and say so, if all of them together show that these are none.
+
+    Of repeats that tell nothing it is only said: `judge` finds out by itself.
+    """
+    told = [*candidates.values(), *visited]
+    fault, faults = fault_of_halves(told), ["repeats always agree"] if repeats_agree(told) else []
+    for said in [*faults, f"halves {fault}"] if fault else faults:
+        if distributed.rank() == 0:
+            warnings.warn(
+                f"the metric's {said}, so they don't tell a gain from chance and are not used; let it return its values"
+                " on all of its data and on two random halves of it, or give a holdout",
+                stacklevel=4,
+            )
+    if not fault:
+        return candidates, visited
+    without = {name: each._replace(pairs=()) for name, each in candidates.items()}
+    return without, [each._replace(pairs=()) for each in visited]
 
 
 def chosen_start(
+    starts: Mapping[str, Start],
     evaluated: Mapping[str, Evaluation],
-    presumed: Collection[str] = (),
     limits: Limits | None = None,
     confidence: float = CONFIDENCE,
-    among: Collection[Evaluation] | None = None,
+    among: Collection[str] | None = None,
 ) -> str:
     """Return the name of the start that a search begins from: none is taken from another by its value alone.
 
@@ -207,23 +264,22 @@ def chosen_start(
     the one before does not surely gain on it. What satisfies all constraints comes before what does not.
 
     Args:
-        evaluated: Evaluations by name, of the model as it was trained first.
-        presumed: Names of those that are presumed (`Start`).
+        starts: The starts, by name.
+        evaluated: Their evaluations by name, which tell chance together.
         limits: The metric's constraints; None without any.
         confidence: How sure to be, at least 0.5 and below 1.
-        among: What tells chance besides (`surely_gains`); by default all of them.
+        among: Names of those to choose among, the model as it was trained first; by default all that were evaluated.
     """
-    kept, *others = evaluated
-    among = evaluated.values() if among is None else among
+    kept, *others = evaluated if among is None else among
     for name in others:
         before, after = evaluated[kept], evaluated[name]
         (broke, _), (breaks, _) = ranked(before, limits), ranked(after, limits)
         if broke != breaks:
             taken = broke
-        elif name in presumed:
-            taken = not surely_gains(after, before, among, confidence)
+        elif starts[name].presumed:
+            taken = not surely_gains(after, before, evaluated.values(), confidence)
         else:
-            taken = surely_gains(before, after, among, confidence)
+            taken = surely_gains(before, after, evaluated.values(), confidence)
         kept = name if taken else kept
     return kept
 
@@ -253,69 +309,6 @@ def surely_gains(
     return gain > deviates(confidence) * chance
 
 
-def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation], by_f: float) -> Verdict:
-    """Judge which of two changes is expected to be better, by f's gain where there is an f.
-
-    Only what the queries show to be worse by more than a deviation of chance is not better, whatever f says: f may be
-    off by more than what a metric without chance tells.
-    """
-    return replace(judge(before, after, visited, EXPECTED, by_f), by_f=math.isfinite(by_f))
-
-
-def decide_among(
-    ends: Mapping[str, Evaluation],
-    visited: Sequence[Evaluation],
-    confidence: float = CONFIDENCE,
-    overstated: Mapping[str, float] | None = None,
-) -> Decision:
-    """Keep the model as it was, or the best of the ends of several ways to finetune it.
-
-    Args:
-        ends: Evaluations by name: of the model as it was first, then of each end.
-        visited: Those made before, where finetuning goes.
-        confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
-        overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
-    """
-    ends, visited = _with_halves(ends, visited)
-    was, *others = ends
-    chosen_from = [*visited, *(ends[name] for name in others)]
-
-    def verdict_on(name: str) -> Verdict:
-        known = (overstated or {}).get(name, 0.0)
-        return judge(ends[was], ends[name], chosen_from, confidence, overstated=known)
-
-    verdicts = {name: verdict_on(name) for name in others}
-    best = max(others, key=lambda name: verdicts[name].gain - verdicts[name].optimism)
-    return Decision(best if verdicts[best].accepted else was, verdicts[best])
-
-
-def _with_halves(
-    candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
-) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
-    """Return the evaluations without halves, and say so, if all of them together show that these are none.
-
-    Of repeats that tell nothing it is only said: `judge` finds out by itself.
-    """
-    told = [*candidates.values(), *visited]
-    if repeats_agree(told) and distributed.rank() == 0:
-        warnings.warn(
-            "the metric's repeats always agree, so they don't tell a gain from chance and are not used; let it return"
-            " its values on two random halves of its data, or give a holdout",
-            stacklevel=4,
-        )
-    fault = fault_of_halves(told)
-    if not fault:
-        return candidates, visited
-    if distributed.rank() == 0:
-        warnings.warn(
-            f"the metric's halves {fault}, so they don't tell a gain from chance and are not used; let them be its"
-            " values on two random halves of its data",
-            stacklevel=4,
-        )
-    without = {name: each._replace(pairs=()) for name, each in candidates.items()}
-    return without, [each._replace(pairs=()) for each in visited]
-
-
 def judge(
     start: Evaluation,
     end: Evaluation,
@@ -334,6 +327,11 @@ def judge(
     rest is optimism, though no more than the largest of so many draws of chance is expected to be. The best visited
     points and all of them are such points; the larger optimism counts.
 
+    Of halves, chance is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the
+    end lies; but these resemble each other, and a metric that is nearly perfect may have no difference between halves
+    there. So the other takes all points: the variance of a gain is assumed proportional to its size, as of a share of
+    examples.
+
     Args:
         start: The evaluation of the start.
         end: The evaluation of the end.
@@ -342,27 +340,38 @@ def judge(
         predicted: f's cost at the start less f's cost at the end, if there is an f.
         overstated: An optimism that is known otherwise, as from `optimism_of_gain`; the larger counts.
     """
-    gain, certainty = start.cost - end.cost, deviates(confidence)
-    ranked = sorted(visited or [end], key=lambda each: each.cost)
-    chance = _by_halves(start, ranked, gain) or _by_repeats(start, end, ranked)
-    if chance is None:
+    gain, deviations = start.cost - end.cost, deviates(confidence)
+    points = sorted(visited or [end], key=lambda each: each.cost)
+    halved = [each for each in points if each.pairs]  # the metric may be undefined on a half of some
+    repeated = [each for each in points if each.noise is not None]
+    halves = stacked_halves(halved) if start.pairs and halved else None
+    silent = start.noise is None or end.noise is None or not repeated or repeats_agree([start, end, *repeated])
+    if halves is None and silent:
         return Verdict(gain, overstated, None, 1.0, len(visited), None, predicted, "none")
-    costs = torch.tensor([each.cost for each in chance.ranked], dtype=torch.float64)
-    best = _best(costs)
-    largest = chance.deviation * math.sqrt(2 * math.log(max(1, len(costs))))
+    told, noise = repeated if halves is None else halved, noise_of([start, end, *repeated])
+    costs = torch.tensor([each.cost for each in told], dtype=torch.float64)
+    best = max(LEAST, math.ceil(SHARE * len(costs)))
+    chance = math.sqrt(2) * noise  # all are pooled, as a few repeats hardly show the noise of one evaluation
+    if halves is not None:
+        chance = max(chance_of_gain(start, halved[:best]), _chance_by_size(start, halved, gain))
+
+    def reliability(count: int) -> float:
+        return reliability_under(noise, costs[:count]) if halves is None else reliability_of(halves[:count])
+
+    largest = chance * math.sqrt(2 * math.log(max(1, len(costs))))
     optimism = max(
-        min((1 - chance.reliability(count)) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
+        min((1 - reliability(count)) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
         for count in (best, len(costs))
     )
     return Verdict(
         gain,
         max(optimism, overstated),
-        chance.deviation,
-        chance.reliability(best),
+        chance,
+        reliability(best),
         len(visited),
-        certainty * chance.deviation,
+        deviations * chance,
         predicted,
-        chance.guard,
+        "repeats" if halves is None else "halves",
     )
 
 
@@ -383,35 +392,6 @@ def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE)
     return Verdict((seen + held_out) / 2, 0.0, chance, 1.0, 1, needed, guard="held-out")
 
 
-class _Chance(NamedTuple):
-    """How large chance is: its standard deviation in a gain, and the share of some best points' variance that isn't."""
-
-    guard: Guard
-    ranked: Sequence[Evaluation]  # the points that tell, the best first
-    deviation: float
-    reliability: Callable[[int], float]  # of the first so many
-
-
-def _best(ranked: Sequence[Evaluation] | Tensor) -> int:
-    return max(LEAST, math.ceil(SHARE * len(ranked)))
-
-
-def _by_halves(start: Evaluation, ranked: Sequence[Evaluation], gain: float) -> _Chance | None:
-    """Return what two halves of the metric's data tell of chance, or None without them.
-
-    The deviation is the larger of two estimates. One is `chance_of_gain` over the best visited points, where the end
-    lies; but these resemble each other, and a metric that is nearly perfect may have no difference between halves
-    there. So the other takes all points: the variance of a gain is assumed proportional to its size, as of a share of
-    examples.
-    """
-    ranked = [each for each in ranked if each.halves is not None]  # the metric may be undefined on a half of some
-    halves = stacked_halves(ranked)
-    if start.halves is None or halves is None or not ranked:
-        return None
-    deviation = max(chance_of_gain(start, ranked[: _best(ranked)]), _chance_by_size(start, ranked, gain))
-    return _Chance("halves", ranked, deviation, lambda count: reliability_of(halves[:count]))
-
-
 def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float) -> float:
     """Return the standard deviation of the chance part of a gain whose variance is proportional to its size."""
     pairs = stacked_pairs([start, *points])
@@ -421,19 +401,6 @@ def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float
     variance = (gains[..., 0] - gains[..., 1]).square().sum() / 4 / pairs.shape[1]
     size = (start.cost - torch.tensor([each.cost for each in points], dtype=torch.float64)).abs().sum()
     return math.sqrt(float(variance / size) * abs(gain)) if size > 0 else 0.0
-
-
-def _by_repeats(start: Evaluation, end: Evaluation, ranked: Sequence[Evaluation]) -> _Chance | None:
-    """Return what repeats of the evaluations tell of chance, or None without them.
-
-    A few repeats hardly show the noise of one evaluation, so all of them are pooled. Start and end have it both.
-    """
-    ranked = [each for each in ranked if each.noise is not None]
-    if start.noise is None or end.noise is None or not ranked or repeats_agree([start, end, *ranked]):
-        return None
-    noise = noise_of([start, end, *ranked])
-    costs = torch.tensor([each.cost for each in ranked], dtype=torch.float64)
-    return _Chance("repeats", ranked, math.sqrt(2) * noise, lambda count: reliability_under(noise, costs[:count]))
 
 
 def reliability_under(noise: float, costs: Tensor) -> float:
@@ -551,35 +518,6 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
         return f"{name} {decimals(before)} -> {decimals(after)}" + (f" ({bound})" if bound else "")
 
     return [f"besides: {', '.join(map(shown, also))}"] if also else []
-
-
-def decide_within(
-    limits: Limits | None,
-    candidates: Mapping[str, Evaluation],
-    on_end: Callable[[Mapping[str, Evaluation]], Decision],
-    on_starts: Callable[[Mapping[str, Evaluation]], Decision],
-) -> Decision:
-    """Decide among the candidates that satisfy the constraints; the model as it was trained is kept where none does.
-
-    Where that model violates one, the best that satisfies all is kept, whether or not its metric gains.
-
-    Args:
-        limits: The constraints; None without any. What was observed counts.
-        candidates: Evaluations by name: of the model as it was trained first, and of the search's end last.
-        on_end: Decides among candidates of which the last is the search's end, as `decide` does.
-        on_starts: Decides among candidates without it.
-    """
-    trained, *_, end = candidates
-    holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
-    if trained not in holding:  # what satisfies all comes before any gain
-        otherwise = min(holding.keys() - {end}, key=lambda name: holding[name].cost, default=trained)
-        kept = min(holding, key=lambda name: holding[name].cost, default=trained)
-        return Decision(kept, on_end(candidates).verdict, otherwise)
-    if end in holding and end != trained:
-        return on_end(holding)
-    if len(holding) > 1:  # a start that the search began from
-        return on_starts(holding)
-    return Decision(trained, on_end(candidates).verdict)
 
 
 def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:

@@ -1,7 +1,7 @@
 """A run on a metric as one generator: starts, lines of them, settings of inference, and the search from the best."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ class SearchRun:
             self.points.append(Point(name, start, evaluation))
         self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
         named = ["start", *(name for name, each in self.starts.items() if each.presumed)]
-        self._against = self._chosen({name: self.evaluated[name] for name in named})
+        self._against = self._chosen(named)
         yield from self._along_lines()
         self.started = model = self._begin_at()
         if self.task.settings is not None:
@@ -123,9 +123,8 @@ class SearchRun:
             if found is not None:
                 (_, self.starts[name], self.evaluated[name]), self._strengths[name] = found
 
-    def _chosen(self, evaluated: Mapping[str, Evaluation]) -> str:
-        presumed = [name for name in evaluated if self.starts[name].presumed]
-        return chosen_start(evaluated, presumed, self.limits, self._confidence, self.evaluated.values())
+    def _chosen(self, among: Collection[str]) -> str:
+        return chosen_start(self.starts, self.evaluated, self.limits, self._confidence, among)
 
     def _begin_at(self) -> str:
         """Return the name of the start that the search begins from.
@@ -138,7 +137,7 @@ class SearchRun:
         if best not in self._strengths or (self.task.settings is not None and self.task.settings.queries):
             return best
         fixed = [name for name in self.evaluated if name not in self._strengths]
-        same = {name: self.evaluated[name] for name in fixed if self.starts[name].of_the_same(self.starts[best])}
+        same = [name for name in fixed if self.starts[name].of_the_same(self.starts[best])]
         return self._chosen(same) if same else best
 
     def _tune_settings(self) -> Run[None]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -15,7 +15,7 @@ from helpers.refusals import assert_refused, assert_warned, having
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide, decide_within
+from metricopt_ext.methods.guard import CONFIDENCE, Decision, decide
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
@@ -172,11 +172,12 @@ def at(cost: float, a: float) -> Evaluation:
 
 
 def test_the_guard_decides_among_what_is_allowed() -> None:
-    def decided(candidates: Mapping[str, Evaluation]) -> Decision:
-        return decide(candidates, [*candidates.values()], CONFIDENCE)
+    def decided(limits: Limits | None = LIMITS, **candidates: Evaluation) -> Decision:
+        started = "prior" if "prior" in candidates else "start"
+        return decide(candidates, [*candidates.values()], CONFIDENCE, started=started, limits=limits)
 
     def kept(**candidates: Evaluation) -> str:
-        return decide_within(LIMITS, candidates, decided, decided).kept
+        return decided(**candidates).kept
 
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)) == "search"
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.4)) == "start"
@@ -188,8 +189,7 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert kept(start=at(0.9, 0.4), prior=at(0.5, 0.6), search=at(0.1, 0.4)) == "prior"
     assert kept(start=at(0.9, 0.4), search=at(0.1, 0.3)) == "start"
     assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
-    candidates = {"start": at(0.9, 0.6), "prior": at(0.5, 0.4), "search": at(0.1, 0.4)}
-    assert decide_within(None, candidates, decided, decided) == decided(candidates)
+    assert decided(None, start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)).kept == "search"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Collection
 from statistics import NormalDist
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from helpers.refusals import assert_warned
 from helpers.tensors import rand
-from metricopt_ext import Callback, FinetuneTask, Metric, optimize_metric
+from metricopt_ext import Callback, FinetuneTask, Metric, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.guard import (
@@ -222,7 +223,7 @@ def test_the_smaller_of_the_observed_gain_less_its_optimism_and_of_fs_counts(pre
         (50.0, 49.9, "search", "prior"),  # surely above the model as trained, and no worse than the start
         (50.0, 50.0, "prior", "prior"),
         (50.0, 60.0, "prior", "prior"),
-        (99.9, 99.8, "prior", "trained"),  # nobody is sure of the end
+        (99.9, 99.8, "prior", "start"),  # nobody is sure of the end
         (99.9, 0.0, "search", "prior"),
     ],
 )
@@ -232,28 +233,28 @@ def test_the_end_is_held_against_the_model_as_trained_and_then_the_start(
     """The halves of each point are 1 away from it, so that less than about 1 may be chance."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(
-        zip(("trained", "prior", "search"), evaluations([(c, c) for c in (100.0, start, end)]), strict=True)
+        zip(("start", "prior", "search"), evaluations([(c, c) for c in (100.0, start, end)]), strict=True)
     )
-    decision = decide(candidates, visited, 0.95)
+    decision = decide(candidates, visited, 0.95, started="prior")
     assert decision.kept == kept
     assert decision.verdict == judge(
-        candidates[over], candidates["search"], visited, 0.95 if over == "trained" else EXPECTED
+        candidates[over], candidates["search"], visited, 0.95 if over == "start" else EXPECTED
     )
-    assert judge(candidates["trained"], candidates["search"], visited, 0.95).needed > 1
+    assert judge(candidates["start"], candidates["search"], visited, 0.95).needed > 1
 
 
 def test_between_start_and_end_f_alone_decides() -> None:
     """The start's luck is as great as the end's; f, which smooths both, knows better than the two queries."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(
-        zip(("trained", "prior", "search"), evaluations([(100, 100), (10.0, 10.0), (10.5, 10.5)]), strict=True)
+        zip(("start", "prior", "search"), evaluations([(100, 100), (10.0, 10.0), (10.5, 10.5)]), strict=True)
     )
     chance = judge(*evaluations([(10.0, 10.0), (10.5, 10.5)]), visited).chance
     assert chance is not None
     assert chance > 0.5
     for by_f, kept in ((0.1, "search"), (-0.1, "prior"), (math.inf, "prior")):
-        predicted = {"trained": 90.0, "prior": by_f}
-        decision = decide(candidates, visited, CONFIDENCE, predicted.__getitem__)
+        predicted = {"start": 90.0, "prior": by_f}
+        decision = decide(candidates, visited, CONFIDENCE, predicted.__getitem__, started="prior")
         assert decision.kept == kept
         assert decision.verdict.by_f == math.isfinite(by_f)
     for loss, accepted in ((chance - 1e-9, True), (chance + 1e-9, False)):
@@ -264,11 +265,11 @@ def test_between_start_and_end_f_alone_decides() -> None:
 LINE = "along"  # the name of a line
 
 LINE_CASES = {
-    "the end gains on it by both": (50.0, 10.0, {"trained": 90.0, LINE: 1.0}, "search"),
-    "not by f": (50.0, 10.0, {"trained": 90.0, LINE: -0.1}, LINE),
-    "not by the queries": (50.0, 50.5, {"trained": 90.0, LINE: 1.0}, LINE),
-    "nor is it sure": (99.5, 99.9, {"trained": 0.1, LINE: 1.0}, "trained"),
-    "sure for a line": (98.8, 99.9, {"trained": 0.1, LINE: 1.0}, LINE),
+    "the end gains on it by both": (50.0, 10.0, {"start": 90.0, LINE: 1.0}, "search"),
+    "not by f": (50.0, 10.0, {"start": 90.0, LINE: -0.1}, LINE),
+    "not by the queries": (50.0, 50.5, {"start": 90.0, LINE: 1.0}, LINE),
+    "nor is it sure": (99.5, 99.9, {"start": 0.1, LINE: 1.0}, "start"),
+    "sure for a line": (98.8, 99.9, {"start": 0.1, LINE: 1.0}, LINE),
 }
 
 
@@ -276,9 +277,9 @@ LINE_CASES = {
 def test_the_best_along_a_line_is_a_candidate(line: float, end: float, by_f: dict[str, float], kept: str) -> None:
     """Less than about 1 may be chance at .85."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(zip(("trained", LINE, "search"), evaluations([(c, c) for c in (100.0, line, end)]), strict=True))
+    candidates = dict(zip(("start", LINE, "search"), evaluations([(c, c) for c in (100.0, line, end)]), strict=True))
     assert decide(candidates, visited, CONFIDENCE, by_f.__getitem__, lines={LINE}).kept == kept
-    sure = judge(candidates["trained"], candidates[LINE], visited, LINE_CONFIDENCE)
+    sure = judge(candidates["start"], candidates[LINE], visited, LINE_CONFIDENCE)
     assert (kept in (LINE, "search")) == sure.accepted
 
 
@@ -287,27 +288,29 @@ def test_a_line_and_a_start_are_a_choice_of_f(of_start: float, of_line: float, k
     """By how much the end gains on either: the smaller gain is that on the better one."""
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     candidates = dict(
-        zip(("trained", "prior", LINE, "search"), evaluations([(c, c) for c in (100, 50, 49, 99.9)]), strict=True)
+        zip(("start", "prior", LINE, "search"), evaluations([(c, c) for c in (100, 50, 49, 99.9)]), strict=True)
     )
-    predicted = {"trained": 0.1, "prior": of_start, LINE: of_line}
-    assert decide(candidates, visited, CONFIDENCE, predicted.__getitem__, lines={LINE}).kept == kept
+    predicted = {"start": 0.1, "prior": of_start, LINE: of_line}
+    assert decide(candidates, visited, CONFIDENCE, predicted.__getitem__, started="prior", lines={LINE}).kept == kept
     worse = {**candidates, LINE: evaluations([(51, 51)])[0]}
-    assert decide(worse, visited, lines={LINE}).kept == "prior"  # without an f the queries decide
-    assert decide(candidates, visited, lines={LINE}).kept == LINE
+    assert decide(worse, visited, started="prior", lines={LINE}).kept == "prior"  # without an f the queries decide
+    assert decide(candidates, visited, started="prior", lines={LINE}).kept == LINE
 
 
 def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained() -> None:
     visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
     unsure = 99.0  # gains enough for a start, not for an end
     candidates = dict(
-        zip(("trained", "prior", "search"), evaluations([(100, 100), (unsure, unsure), (40, 40)]), strict=True)
+        zip(("start", "prior", "search"), evaluations([(100, 100), (unsure, unsure), (40, 40)]), strict=True)
     )
-    predicted = {"trained": 60.0, "prior": 1.0}.__getitem__
-    needed = judge(candidates["trained"], candidates["search"], visited, CONFIDENCE).needed
+    predicted = {"start": 60.0, "prior": 1.0}.__getitem__
+    needed = judge(candidates["start"], candidates["search"], visited, CONFIDENCE).needed
     assert needed is not None
     for counted, kept in ((0.0, "search"), (60 - needed - 1e-6, "search"), (60 - needed + 1e-6, "prior")):
-        assert decide(candidates, visited, CONFIDENCE, predicted, counted).kept == kept
-    assert decide(candidates, visited, CONFIDENCE, predicted, 59).verdict.optimism == pytest.approx(59.0)
+        assert decide(candidates, visited, CONFIDENCE, predicted, counted, started="prior").kept == kept
+    assert decide(candidates, visited, CONFIDENCE, predicted, 59, started="prior").verdict.optimism == pytest.approx(
+        59.0
+    )
 
 
 def start_of(cost: float, *apart: float) -> Evaluation:
@@ -315,39 +318,44 @@ def start_of(cost: float, *apart: float) -> Evaluation:
     return Evaluation(cost, pairs=tuple((cost - each / 2, cost + each / 2) for each in apart))
 
 
+def chosen(evaluated: dict[str, Evaluation], presumed: Collection[str] = (), **options: Any) -> str:
+    starts = {name: Start(torch.zeros(1), presumed=name in presumed) for name in evaluated}
+    return chosen_start(starts, evaluated, **options)
+
+
 def test_a_start_is_taken_from_another_by_the_guards_confidence_in_all_divisions() -> None:
     """Half the root mean square of 3 and 4 is 1.768, and the guard needs 1.476 times as much: 2.609."""
     trained, needed = start_of(50, 0, 0), deviates(CONFIDENCE) * math.sqrt(12.5) / 2
     for gain, kept in ((needed - 1e-6, "trained"), (needed + 1e-6, "prior")):
-        assert chosen_start({"trained": trained, "prior": start_of(50 - gain, 3, 4)}) == kept
+        assert chosen({"trained": trained, "prior": start_of(50 - gain, 3, 4)}) == kept
     lower = {"trained": trained, "prior": start_of(40, 3, 4), "twice": start_of(39, 3, 4)}
-    assert chosen_start(lower) == "twice"  # of which the halves agree with the other's
+    assert chosen(lower) == "twice"  # of which the halves agree with the other's
     lower["twice"] = start_of(39, -3, 4)
-    assert chosen_start(lower) == "prior"  # though it has the lowest value
-    assert chosen_start(lower, confidence=0.5) == "twice"
+    assert chosen(lower) == "prior"  # though it has the lowest value
+    assert chosen(lower, confidence=0.5) == "twice"
 
 
 def test_what_is_presumed_is_taken_unless_it_is_surely_worse() -> None:
     for loss, kept in ((1.0, "whitened"), (9.0, "trained")):
         evaluated = {"trained": start_of(50, 0, 0), "whitened": start_of(50 + loss, 3, 4)}
-        assert chosen_start(evaluated, ["whitened"]) == kept
-        assert chosen_start(evaluated) == "trained"
+        assert chosen(evaluated, ["whitened"]) == kept
+        assert chosen(evaluated) == "trained"
 
 
 def test_of_a_single_division_all_that_was_asked_tells_chance() -> None:
     """Two starts whose halves agree by luck would leave no chance at all."""
     trained, lucky = start_of(50, 0), start_of(49, 0)
-    assert chosen_start({"trained": trained, "lucky": lucky}) == "lucky"
+    assert chosen({"trained": trained, "lucky": lucky}) == "lucky"
     others = {"bad": start_of(80, 20), "worse": start_of(90, 20)}  # variance 200 for 71 of size
-    assert chosen_start({"trained": trained, "lucky": lucky, **others}) == "trained"
+    assert chosen({"trained": trained, "lucky": lucky, **others}) == "trained"
 
 
 def test_of_plain_numbers_and_of_repeats() -> None:
-    assert chosen_start({"trained": Evaluation(50.0), "prior": Evaluation(49.9)}) == "prior"
+    assert chosen({"trained": Evaluation(50.0), "prior": Evaluation(49.9)}) == "prior"
     noisy = {"trained": Evaluation(50.0, noise=1.0), "prior": Evaluation(49.0, noise=1.0)}
-    assert chosen_start(noisy) == "trained"
+    assert chosen(noisy) == "trained"
     noisy["prior"] = Evaluation(47.0, noise=1.0)
-    assert chosen_start(noisy) == "prior"
+    assert chosen(noisy) == "prior"
 
 
 # --- How often it errs -------------------------------------------------------------------------------------------
@@ -392,7 +400,7 @@ def searched_chance(seed: int, dim: int, queries: int) -> bool:
     layer = torch.nn.utils.skip_init(torch.nn.Linear, 1, 1, dtype=torch.float64)
     task = FinetuneTask(attach_input_bias(layer, dim=dim), metric=Metric(metric, maximize=True, bounds=(0, 1)))
     end = searched(task, GuidedTrustRegion(), task.origin(), queries, seed=seed)
-    candidates = {"trained": end.evaluations[0], "search": end.evaluation}
+    candidates = {"start": end.evaluations[0], "search": end.evaluation}
     gain = end.gain_over(task.origin())
     climbed = CLIMBED[False] * end.climbed
     return decide(candidates, end.evaluations, CONFIDENCE, lambda name: gain, climbed).kept == "search"
