@@ -166,14 +166,11 @@ def decide(
         lines: Names of the candidates that are the best along a line.
         limits: The constraints; None without any. What was observed counts.
     """
+    candidates, visited = _with_halves(candidates, visited)
     trained, *_, end = candidates
     holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
     ruled = trained not in holding or len(holding) == 1  # by constraints alone
     judged = candidates if ruled else holding
-    if end not in judged:
-        predicted = lambda name: math.inf  # noqa: E731
-    else:
-        candidates, visited = _with_halves(candidates, visited)
     was, kept = candidates[against], started if started in judged and started not in lines else against
     for name in judged:
         if name not in lines or name == against:

@@ -192,6 +192,20 @@ def test_the_guard_decides_among_what_is_allowed() -> None:
     assert decided(None, start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)).kept == "search"
 
 
+def test_a_start_is_judged_as_ever_where_the_end_is_not_allowed() -> None:
+    """By f beside the best along a line, and without halves that are the value itself."""
+    candidates = {"start": at(90, 0.6), "prior": at(50, 0.6), "line": at(49, 0.6), "search": at(10, 0.4)}
+    by_f = {"start": 80.0, "prior": 30.0, "line": 40.0}.__getitem__
+    options: Any = {"started": "prior", "lines": {"line"}, "limits": LIMITS}
+    assert decide(candidates, [*candidates.values()], **options).kept == "line"
+    assert decide(candidates, [*candidates.values()], CONFIDENCE, by_f, **options).kept == "prior"
+    repeated = {name: each._replace(noise=30.0) for name, each in candidates.items()}
+    halved = {name: each._replace(pairs=((each.value, each.value),)) for name, each in repeated.items()}
+    expected = decide(repeated, [*repeated.values()], **options)
+    assert assert_warned(lambda: decide(halved, [*halved.values()], **options), "halves") == expected
+    assert expected.kept == "prior"
+
+
 @pytest.mark.slow
 def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy) -> None:
     """Classes are new: halves pull to both sides of the goal, and what is kept is between start and end, or either."""
