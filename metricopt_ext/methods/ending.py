@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -116,41 +117,38 @@ def guarded(
         limits: The metric's constraints; what violates one is not kept.
         stage: The stage over settings of inference; None without any.
     """
-    starts, evaluated, started = began.starts, began.evaluated, began.name
-    start, repeats = began.at.phi, task.metric.repeats
+    starts, evaluated = began.starts, began.evaluated
     decision, share = decided(task, began, end, confidence, limits)
     candidates, ends = began.candidates(end), {name: each.phi for name, each in starts.items()} | {"search": end.phi}
-    path = path_of(start, end)
+    path = path_of(began.at.phi, end)
     if share is not None and share.share < 1:
         kept = decision.otherwise
         if share.share > 0:
             share = replace(share, evaluated=part is not None)
-            ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(start, end.phi))
+            ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(began.at.phi, end.phi))
             holds = limits is None or (part is not None and limits.hold(candidates["part"]))
-            kept = "part" if holds and candidates["part"].cost < candidates[kept].cost else kept
+            if holds and candidates["part"].cost < candidates[kept].cost:
+                kept, path = "part", torch.cat([path, ends["part"][None]])
         decision = replace(decision, kept=kept)
-        path = torch.cat([path, ends[kept][None]]) if kept == "part" else path
-    others = began.elsewhere
     tried = [] if stage is None else [each.evaluation for each in stage.points[1:]]
-    others += [each for each in tried if started != SETTINGS or each is not evaluated[started]]
+    others = [*began.elsewhere, *(each for each in tried if began.name != SETTINGS or each is not evaluated[SETTINGS])]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
     constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
     allowed = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
     evaluations = len(others) + end.queries + (part is not None)
-    starting = len(began.points)
-    queries = {"starts": starting, "settings": len(tried), "search": evaluations - starting - len(tried)}
-    queries = {name: number for name, number in queries.items() if name != "settings" or task.settings is not None}
-    fit = None if end.f is None else Fit(end.f, end.predicted[:, 0], end.predicted[:, 1])
+    queries = {"starts": len(began.points)} | ({} if task.settings is None else {"settings": len(tried)})
+    queries["search"] = evaluations - sum(queries.values())
+    values, first = (task.values_of(each.settings) for each in (starts.get(decision.kept, began.at), began.at))
     return Result(
         **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
         | {"best": min(allowed.values(), key=lambda each: each.cost).value},
-        queries={name: number * repeats for name, number in queries.items()},
-        queries_per_start=evaluations * repeats,
+        queries={name: number * task.metric.repeats for name, number in queries.items()},
+        queries_per_start=evaluations * task.metric.repeats,
         starts={name: each.value for name, each in evaluated.items()},
         strengths=dict(began.lines),
-        started_at=started,
+        started_at=began.name,
         against=began.against,
-        fit=fit,
+        fit=None if end.f is None else Fit(end.f, end.predicted[:, 0], end.predicted[:, 1]),
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
         costs=tuple(each.cost for each in end.evaluations),
@@ -161,18 +159,8 @@ def guarded(
         widened=end.widened,
         kept_share=share,
         constrained=constrained,
-        settings=settings_of(
-            task, starts[decision.kept if decision.kept in starts else started], stage, starts[started]
-        ),
+        settings=None if task.settings is None else TunedSettings.of(task.settings, values, stage, first),
     )
-
-
-def settings_of(task: FinetuneTask, kept: Start, stage: SettingsStage | None, started: Start) -> TunedSettings | None:
-    """Return what became of a task's settings of inference; None of a task without any."""
-    if task.settings is None:
-        return None
-    values, first = (task.values_of(each.settings) for each in (kept, started))
-    return TunedSettings.of(task.settings, values, stage, first)
 
 
 def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Evaluation]:
@@ -185,12 +173,10 @@ def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Eva
 
 def path_of(start: Tensor, end: SearchResult) -> Tensor:
     """Return where a search stood, ``m x d``: where it began, each point that was the best so far, and its end."""
-    best, stood = math.inf, [start]
-    for point, evaluation in zip(end.points, end.evaluations, strict=True):
-        if evaluation.cost < best:
-            best = evaluation.cost
-            stood.append(point)
-    return torch.stack([*stood, end.phi])
+    costs = [each.cost for each in end.evaluations]
+    before = accumulate(costs, min, initial=math.inf)
+    best = (point for point, cost, least in zip(end.points, costs, before, strict=False) if cost < least)
+    return torch.stack([start, *best, end.phi])
 
 
 def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
@@ -211,13 +197,13 @@ def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
     """
     if result.chosen == "start":
         return result
-    found = {name: task.evaluate(result.start_of(name), "holdout", repr(name)) for name in values_of_candidates(result)}
-    values = {name: each.value for name, each in found.items()}
-    result = preferred(result, values, task.metric, confidence)
+    names = values_of_candidates(result)
+    aside = {name: task.evaluate(result.start_of(name), "holdout", repr(name)).value for name in names}
+    result = preferred(result, aside, task.metric, confidence)
     if result.settings is None or task.settings is None:
         return result
     after = task.values_of(result.start_of(result.chosen).settings)
-    return replace(result, settings=result.settings.of_kept(task.settings, after))
+    return replace(result, settings=replace(result.settings, after=after, factor=task.settings.factor(after)))
 
 
 def values_of_candidates(result: Result) -> dict[str, float]:
@@ -231,11 +217,11 @@ def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, con
 
     Args:
         result: What the guard made of the run.
-        aside: The values of `values_of_candidates` on these data; those that failed there are left out.
+        aside: The values of `values_of_candidates` on these data.
         metric: What the values mean.
         confidence: As in `confirmed`.
     """
-    values = {name: each for name, each in values_of_candidates(result).items() if name in aside}
+    values = values_of_candidates(result)
     chosen, verdict = best_on_holdout(values, aside, metric, result.guard, confidence)
     result = replace(result, chosen=chosen, after=values[chosen], holdout=dict(aside))
     if verdict is None:

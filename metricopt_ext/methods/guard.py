@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.errors import BudgetError
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
@@ -234,18 +233,19 @@ def _with_halves(
     Of repeats that tell nothing it is only said: `judge` finds out by itself.
     """
     told = [*candidates.values(), *visited]
-    fault, faults = fault_of_halves(told), ["repeats always agree"] if repeats_agree(told) else []
-    for said in [*faults, f"halves {fault}"] if fault else faults:
-        if distributed.rank() == 0:
-            warnings.warn(
-                f"the metric's {said}, so they don't tell a gain from chance and are not used; let it return its values"
-                " on all of its data and on two random halves of it, or give a holdout",
-                stacklevel=4,
-            )
-    if not fault:
-        return candidates, visited
-    without = {name: each._replace(pairs=()) for name, each in candidates.items()}
-    return without, [each._replace(pairs=()) for each in visited]
+    fault = fault_of_halves(told)
+    faults = ["repeats always agree"] if repeats_agree(told) else []
+    faults += [f"halves {fault}"] if fault else []
+    for said in faults if distributed.rank() == 0 else ():
+        warnings.warn(
+            f"the metric's {said}, so they don't tell a gain from chance and are not used; let it return its values on"
+            " all of its data and on two random halves of it, or give a holdout",
+            stacklevel=4,
+        )
+    if fault:
+        candidates = {name: each._replace(pairs=()) for name, each in candidates.items()}
+        visited = [each._replace(pairs=()) for each in visited]
+    return candidates, visited
 
 
 def chosen_start(
@@ -269,14 +269,11 @@ def chosen_start(
     """
     kept, *others = evaluated if among is None else among
     for name in others:
-        before, after = evaluated[kept], evaluated[name]
+        presumed, before, after = starts[name].presumed, evaluated[kept], evaluated[name]
         (broke, _), (breaks, _) = ranked(before, limits), ranked(after, limits)
-        if broke != breaks:
-            taken = broke
-        elif starts[name].presumed:
-            taken = not surely_gains(after, before, evaluated.values(), confidence)
-        else:
-            taken = surely_gains(before, after, evaluated.values(), confidence)
+        pair = (after, before) if presumed else (before, after)
+        sure = surely_gains(*pair, evaluated.values(), confidence)
+        taken = broke if broke != breaks else sure != presumed
         kept = name if taken else kept
     return kept
 
@@ -360,16 +357,9 @@ def judge(
         min((1 - reliability(count)) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
         for count in (best, len(costs))
     )
-    return Verdict(
-        gain,
-        max(optimism, overstated),
-        chance,
-        reliability(best),
-        len(visited),
-        deviations * chance,
-        predicted,
-        "repeats" if halves is None else "halves",
-    )
+    optimism, needed = max(optimism, overstated), deviations * chance
+    guard: Guard = "repeats" if halves is None else "halves"
+    return Verdict(gain, optimism, chance, reliability(best), len(visited), needed, predicted, guard)
 
 
 def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE) -> Verdict:
@@ -418,15 +408,14 @@ class Constrained:
 
     Attributes:
         limits: The constraints, with their bounds in the quantities' own units.
-        violated: What each candidate violates, by name; what was refused for it among them.
-        excesses: By how much each candidate is beyond each of the limits, by name, as far as it was asked.
+        violated: What each candidate violates, by name, and by how much, in the quantity's own unit; NaN of what was
+            not asked. What was refused for it is among them.
         holding: Number of points that were asked and satisfy all.
         evaluated: Number of points that were evaluated.
     """
 
     limits: Limits
-    violated: Mapping[str, tuple[Constraint, ...]]
-    excesses: Mapping[str, tuple[float, ...]]
+    violated: Mapping[str, Mapping[Constraint, float]]
     holding: int
     evaluated: int
 
@@ -443,11 +432,14 @@ class Constrained:
         """
         if limits is None:
             return None
-        violated = {  # what was not asked, as f's mean stands in, is not known to satisfy any
-            name: limits.violated(each) if each.outcomes else limits.constraints for name, each in candidates.items()
-        }
-        excesses = {name: limits.excesses(each) for name, each in candidates.items() if each.outcomes}
-        return cls(limits, violated, excesses, sum(map(limits.hold, evaluated)), len(evaluated))
+        violated = dict[str, Mapping[Constraint, float]]()
+        for name, each in candidates.items():
+            if each.outcomes:
+                excess = dict(zip(limits.constraints, limits.excesses(each), strict=True))
+                violated[name] = {limit: excess[limit] for limit in limits.violated(each)}
+            else:  # as f's mean stands in
+                violated[name] = dict.fromkeys(limits.constraints, math.nan)
+        return cls(limits, violated, sum(map(limits.hold, evaluated)), len(evaluated))
 
     def allows(self, name: str) -> bool:
         """Whether a candidate may be kept: what satisfies all, or the model as it was trained where nothing does."""
@@ -455,16 +447,7 @@ class Constrained:
 
     def excess(self, name: str) -> dict[str, float]:
         """Return by how much a candidate breaks each constraint that it violates, in the quantity's own unit."""
-        broken = set(self.violated[name])
-        pairs = zip(self.limits.constraints, self.excesses.get(name, ()), strict=False)
-        return {str(each): number for each, number in pairs if each in broken}
-
-    def bound(self, name: str) -> str:
-        """Return the bound on a quantity with its number, e.g. ``">= 0.845"``; empty if it has none."""
-        for each, number in zip(self.limits.constraints, self.limits.numbers, strict=True):
-            if each.name == name:
-                return f"{'>=' if each.at_least else '<='} {decimals(number)}"
-        return ""
+        return {str(limit): by for limit, by in self.violated[name].items()}
 
     def lines(self, chosen: str, called: Callable[[str], str]) -> list[str]:
         """Say what the constraints decided; nothing if all candidates satisfy them.
@@ -478,10 +461,11 @@ class Constrained:
             for name, each in self.violated.items()
             if each and name not in ("start", chosen)
         ]
-        if broken := self.broken(chosen):
-            said = " and ".join(map(str, self.limits.constraints))
-            return [f"none of {self.evaluated} points that were asked satisfies {said}: what is kept {broken}"]
-        if self.violated["start"] and chosen != "start":
+        if excess := self.excess(chosen):
+            said, broken = " and ".join(map(str, self.limits.constraints)), excess_in_words(excess)
+            said = f"none of {self.evaluated} points that were asked satisfies {said}"
+            lines = [f"{said}: what is kept violates {broken} on the metric's data"]
+        elif self.violated["start"] and chosen != "start":
             said = " and ".join(map(str, self.violated["start"]))
             lines.append(f"the model as it was violates {said}, so the best that satisfies it is kept, gain or not")
         return lines
@@ -489,11 +473,6 @@ class Constrained:
     def to_json(self, chosen: str) -> dict[str, Any]:
         """Return the limits as plain data, and by how much what was kept breaks those that it breaks."""
         return {"subject to": self.limits.texts(), "broken": self.excess(chosen)}
-
-    def broken(self, name: str) -> str:
-        """Say what a candidate violates, and by how much; empty if it satisfies all."""
-        excess = self.excess(name)
-        return f"violates {excess_in_words(excess)} on the metric's data" if excess else ""
 
 
 def excess_in_words(excess: Mapping[str, float]) -> str:
@@ -508,13 +487,13 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
         also: Before and after, by name.
         constrained: How the run stands to its constraints; None without any.
     """
-
-    def shown(name: str) -> str:
-        before, after = also[name]
-        bound = "" if constrained is None else constrained.bound(name)
-        return f"{name} {decimals(before)} -> {decimals(after)}" + (f" ({bound})" if bound else "")
-
-    return [f"besides: {', '.join(map(shown, also))}"] if also else []
+    limits = () if constrained is None else zip(constrained.limits.constraints, constrained.limits.numbers, strict=True)
+    bounds = {each.name: f" ({'>=' if each.at_least else '<='} {decimals(number)})" for each, number in limits}
+    told = [
+        f"{name} {decimals(before)} -> {decimals(after)}{bounds.get(name, '')}"
+        for name, (before, after) in also.items()
+    ]
+    return [f"besides: {', '.join(told)}"] if told else []
 
 
 def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:
@@ -580,6 +559,8 @@ def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
     best at ``1 - O / (2 G)``, James and Stein's shrinkage along a line. O is counted `STRENGTH` times. The start is
     kept if nothing is left of t, or if one half's end does not gain on the other half's f, on average.
 
+    The end of half the classes gains more on its own f than on the other half's by twice as much as that of all
+    classes would: what is lost on others is inversely proportional to their number, and so is what was gained too much.
     Where classes are few, this mends it only in part: with 60 classes O was about what was lost on others, with 30 and
     with 4 it was too small by several times. Halves have half the classes, and make other errors than all of them.
 
@@ -592,34 +573,20 @@ def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
     """
     if end.f is None:
         return None
-    points, evaluations = _points_with_halves(end)
-    halves = costs_on_pairs(evaluations, end.f.combination) if evaluations else None
+    asked = list(zip(end.points, end.evaluations, strict=True))
+    known = asked if end.known is None else [asked[at] for at in end.known.tolist()]
+    if not any(torch.equal(point, end.phi) for point, _ in known):
+        known = [*known, (end.phi, end.evaluation)]
+    known = [(point, evaluation) for point, evaluation in known if evaluation.pairs]
+    halves = costs_on_pairs([evaluation for _, evaluation in known], end.f.combination) if known else None
     if halves is None:
         return None
-    own, other = cross_gains(end.f, points, halves, start, end.phi)
-    started = next(e for p, e in zip(end.points, end.evaluations, strict=True) if torch.equal(p, start))
+    own, other = cross_gains(end.f, torch.stack([point for point, _ in known]), halves, start, end.phi)
+    started = next(evaluation for point, evaluation in asked if torch.equal(point, start))
     gain = min(started.cost - end.cost, end.gain_over(start))
-    optimism, crossed = optimism_of(own, other), float(other.mean())
-    share = share_of(optimism, gain) if crossed > 0 else 0.0
-    return KeptShare(share, optimism, gain, crossed)
-
-
-def optimism_of(own: Tensor, other: Tensor) -> float:
-    """Return O, what a gain on all classes is expected to lose on others.
-
-    The end of half the classes gains more on its own f than on the other half's by twice as much as that of all
-    classes would: what is lost on others is inversely proportional to their number, and so is what was gained too much.
-
-    Args:
-        own: Gains of halves' ends by their own f, ``m``.
-        other: Their gains by the f of the other half, ``m``.
-    """
-    return float((own - other).mean() / 2)
-
-
-def share_of(optimism: float, gain: float) -> float:
-    """Return t in [0, 1] for O and G; 0 for a gain that is none."""
-    return min(1.0, max(0.0, 1 - STRENGTH * optimism / (2 * gain))) if gain > 0 else 0.0
+    optimism, crossed = float((own - other).mean() / 2), float(other.mean())
+    share = 1 - STRENGTH * optimism / (2 * gain) if min(gain, crossed) > 0 else 0.0
+    return KeptShare(min(1.0, max(0.0, share)), optimism, gain, crossed)
 
 
 @num_threads(1)
@@ -658,17 +625,6 @@ def cross_gains(
     return gains[own, own], gains[own, own ^ 1]
 
 
-def _points_with_halves(end: SearchResult) -> tuple[Tensor, Sequence[Evaluation]]:
-    """Return the points that f knows and the end, ``n x d``, and their evaluations: those that have halves."""
-    known = list(range(len(end.points))) if end.known is None else end.known.tolist()
-    points = [end.points[at] for at in known]
-    evaluations = [end.evaluations[at] for at in known]
-    if not any(torch.equal(point, end.phi) for point in points):
-        points, evaluations = [*points, end.phi], [*evaluations, end.evaluation]
-    halved = [at for at, each in enumerate(evaluations) if each.halves is not None]
-    return torch.stack([points[at] for at in halved] or [end.phi]), [evaluations[at] for at in halved]
-
-
 # --- Data held out ---------------------------------------------------------------------------------------------------
 
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
@@ -683,32 +639,21 @@ def check_holdout(task: FinetuneTask, metric: Metric) -> None:
     """
     if not isinstance(metric, Metric):
         raise ValueError(f"holdout is {metric!r}; it must be a Metric, of data that task.metric does not see")
-    if metric is task.metric or metric.function is task.metric.function:
-        raise ValueError(f"holdout is {metric.name!r} itself, which the search sees; it must be of other data")
-    if metric.maximize != task.metric.maximize:
-        better = "higher" if metric.maximize else "lower"
-        raise ValueError(f"for holdout, {metric.name!r}, {better} is better, unlike for {task.metric.name!r}")
-    if _in_other_units(metric.bounds, task.metric.bounds):
-        raise ValueError(
-            f"holdout, {metric.name!r}, has bounds {metric.bounds}, and {task.metric.name!r} {task.metric.bounds};"
-            " their gains are compared, so let both be of one unit"
+    seen, fault = task.metric, ""
+    widths = sorted(each.bounds[1] - each.bounds[0] for each in (metric, seen) if each.bounds is not None)
+    if metric.function is seen.function:
+        fault = "is what the search sees; it must be of other data"
+    elif metric.maximize != seen.maximize:
+        fault = f"has {'higher' if metric.maximize else 'lower'} for better, unlike {seen.name!r}"
+    elif len(widths) == 2 and widths[1] >= UNITS * widths[0]:  # as of percent beside shares
+        fault = (
+            f"has bounds {metric.bounds}, and {seen.name!r} {seen.bounds}; gains are compared, so give both in one unit"
         )
-    if metric.constraints:
-        raise ValueError(
-            f"holdout, {metric.name!r}, has subject_to, which no data held out are asked for; give it to"
-            f" {task.metric.name!r}, and leave a margin"
-        )
-    if metric.ledger.left < CANDIDATES * metric.repeats:
-        needed = CANDIDATES * metric.repeats
-        raise BudgetError(f"holdout takes up to {needed} queries, {metric.ledger.left} are left in its budget")
-
-
-def _in_other_units(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
-    """Whether bounds are so many times as wide as others that they must be of another unit, such as percent."""
-    if a is None or b is None:
-        return False
-    narrow, wide = sorted((a[1] - a[0], b[1] - b[0]))
-    return wide >= UNITS * narrow
+    elif metric.constraints:
+        fault = f"has subject_to, which no data held out are asked for; give it to {seen.name!r}, and leave a margin"
+    if fault:
+        raise ValueError(f"holdout, {metric.name!r}, {fault}")
+    metric.ledger.require(CANDIDATES * metric.repeats, "holdout")
 
 
 def best_on_holdout(
@@ -717,7 +662,7 @@ def best_on_holdout(
     """Return which candidate held-out data prefer, and their verdict where nothing else told chance.
 
     Args:
-        values: The candidates' values on the data that the search sees, by name, ``"start"`` among them.
+        values: The candidates' values on the data that the search sees, by name; one at least is not ``"start"``.
         aside: Their values on the held-out data.
         metric: What the values mean.
         guard: What told chance before.
@@ -725,13 +670,11 @@ def best_on_holdout(
     """
     costs = {name: metric.sign * value for name, value in aside.items()}
     if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint
-        return min(costs, key=lambda name: costs[name]), None
+        return min(costs, key=costs.__getitem__), None
     verdicts = {
         name: judge_held_out(metric.sign * (values["start"] - values[name]), costs["start"] - costs[name], confidence)
         for name in costs
         if name != "start"
     }
-    if not verdicts:
-        return "start", None
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
     return best if verdicts[best].accepted else "start", verdicts[best]

@@ -1,6 +1,7 @@
 """What became of the settings of inference in a run: before and after, what they cost, and what was tried."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from metricopt_ext.methods.guard import judge
@@ -36,71 +37,61 @@ class TunedSettings:
     untried: str = ""
 
     @classmethod
-    def of(
-        cls, settings: Settings, after: Values, stage: SettingsStage | None, started: Values | None = None
-    ) -> "TunedSettings":
+    def of(cls, settings: Settings, after: Values, stage: SettingsStage | None, started: Values) -> "TunedSettings":
         """Make one.
 
         Args:
             settings: The task's.
-            after: Those of what was kept.
+            after: Those of what was kept, a value for each setting.
             stage: What was asked; None where it was not run.
-            started: Those that the search of phi began with; None for those that were kept.
+            started: Those that the search of phi began with, a value for each setting.
         """
-        points = [] if stage is None else stage.points
-        tried = tuple((dict(each.start.settings), each.evaluation.value) for each in points)
-        untried = ""
-        if stage is not None and len(tried) == 1 and settings.queries:
+        tried, untried = list[tuple[dict[str, Value], float]](), ""
+        if stage is not None:
+            tried = [(dict(each.start.settings), each.evaluation.value) for each in stage.points]
             untried = "the search needs all queries; give it more"
             if stage.given_up:
                 untried = "all were given up"
             elif stage.queries:
-                untried = (
-                    f"what else there is takes more than {settings.inference:g} times as long; allow more by inference="
-                )
-        own = settings.defaults, settings.complete(after), settings.free, settings.factor(after)
-        return cls(*own, tried, settings.complete(after if started is None else started), untried)
-
-    def of_kept(self, settings: Settings, after: Values) -> "TunedSettings":
-        """Return the same where something else was kept, with settings of its own."""
-        return replace(self, after=settings.complete(after), factor=settings.factor(after))
+                longer = f"more than {settings.inference:g} times as long"
+                untried = f"what else there is takes {longer}; allow more by inference="
+        untried = untried if len(tried) == 1 and settings.queries else ""
+        factor = settings.factor(after)
+        return cls(settings.defaults, dict(after), settings.free, factor, tuple(tried), dict(started), untried)
 
     @property
     def changed(self) -> dict[str, tuple[Value, Value]]:
         """What was changed by the metric, by name: before and after."""
-        return self._changed(self.after)
-
-    def _changed(self, values: Values) -> dict[str, tuple[Value, Value]]:
-        pairs = {name: (self.free.get(name, self.before[name]), value) for name, value in values.items()}
-        return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
+        return _changes({**self.before, **self.free}, self.after)
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
         """All that was changed, what was free too, by name: before and after."""
-        pairs = {name: (before, self.after[name]) for name, before in self.before.items()}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        return _changes(self.before, self.after)
 
     def lines(self) -> list[str]:
         """Return what ``str`` of a result says."""
-        lines = []
-        if self.free:
-            changes = ", ".join(f"{name} {shown(self.before[name])} -> {shown(new)}" for name, new in self.free.items())
-            lines.append(f"settings for the metric alone, free: {changes}; for deployment keep the model's own")
-        tried = max(0, len(self.tried) - 1)
-        changes = ", ".join(
-            f"{name} {shown(old)} -> {shown(new)}"
-            for name, (old, new) in (self.changed or self._changed(self.started)).items()
-        )
-        if self.changed:
+        lines, tried = [], max(0, len(self.tried) - 1)
+        if free := _in_words(_changes(self.before, {**self.before, **self.free})):
+            lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
+        if changed := _in_words(self.changed):
             cost = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"
-            lines.append(f"settings: {changes} ({tried} tried){cost}")
-        elif changes:
-            lines.append(f"settings: as they were; {changes} gained ({tried} tried), but was not kept")
+            lines.append(f"settings: {changed} ({tried} tried){cost}")
+        elif gained := _in_words(_changes({**self.before, **self.free}, self.started)):
+            lines.append(f"settings: as they were; {gained} gained ({tried} tried), but was not kept")
         elif self.untried:
             lines.append(f"settings: none was tried, as {self.untried}")
         elif tried:
             lines.append(f"settings: as they were; none of {counted(tried, 'other choice')} surely gains")
         return lines
+
+
+def _changes(before: Values, after: Values) -> dict[str, tuple[Value, Value]]:
+    return {name: (before[name], value) for name, value in after.items() if before[name] != value}
+
+
+def _in_words(changes: Mapping[str, tuple[Value, Value]]) -> str:
+    return ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changes.items())
 
 
 def shown(value: Value) -> str:
@@ -158,20 +149,10 @@ def setting_lines(settings: Settings, tuned: TunedSettings) -> list[SettingLine]
         for values, metric in tuned.tried:
             others = tuple(value for other, value in values.items() if other != name)
             groups.setdefault(others, {}).setdefault(values[name], metric)
-        points = max(groups.values(), key=len, default={})
-        if len(points) < 2:
-            continue
-        setting = settings[name]
+        points, setting = max(groups.values(), key=len, default={}), settings[name]
         as_given = setting.values is not None and not setting.ordered
         order = [each for each in setting.values or () if each in points] if as_given else sorted(points, key=float)
-        lines.append(
-            SettingLine(
-                name=name,
-                scale=setting.scale if setting.values is None else VALUES,
-                default=tuned.tried[0][0][name],
-                chosen=tuned.after[name],
-                values=order,
-                metric=[points[each] for each in order],
-            )
-        )
+        scale, metrics = VALUES if setting.values else setting.scale, [points[each] for each in order]
+        if len(points) > 1:
+            lines.append(SettingLine(name, scale, tuned.tried[0][0][name], tuned.after[name], order, metrics))
     return lines

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metricopt_ext import Callback, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.methods.ending import Began, guarded
-from metricopt_ext.methods.guard import REACH, STRENGTH, cross_gains, held_back, kept_share, share_of
+from metricopt_ext.methods.guard import REACH, STRENGTH, cross_gains, held_back, kept_share
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -92,7 +92,7 @@ def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(qua
     share = kept_share(moved, torch.zeros(2, dtype=torch.float64))
     assert share is not None
     assert share.crossed < 0 < share.gain
-    assert share_of(share.optimism, share.gain) > 0.5
+    assert 1 - STRENGTH * share.optimism / (2 * share.gain) > 0.5
     assert share.share == 0
     start = torch.zeros(2, dtype=torch.float64)
     (at,) = (at for at, point in enumerate(moved.points) if torch.equal(point, start))
@@ -103,11 +103,13 @@ def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(qua
         assert "part" not in result.ends
 
 
-def test_the_share_follows_from_optimism_and_gain() -> None:
-    assert STRENGTH == 1.5
-    for optimism, share in ((0.0, 1.0), (-0.2, 1.0), (0.1, 0.75), (0.2, 0.5), (0.4, 0.0), (0.9, 0.0)):
-        assert share_of(optimism, 0.3) == pytest.approx(share, abs=1e-12)
-    assert share_of(0.0, 0.0) == share_of(0.0, -0.1) == 0
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.4, 0.6])
+def test_the_share_follows_from_optimism_and_gain(spread: float) -> None:
+    share = kept_share(searched(gradients(spread)), torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    assert (share.crossed > 0) == (spread < 0.5)
+    expected = 1 - 1.5 * share.optimism / (2 * share.gain) if share.crossed > 0 else 0.0
+    assert share.share == pytest.approx(expected, abs=1e-12)
 
 
 # --- Outcomes ------------------------------------------------------------------------------------------------------
