@@ -1,20 +1,28 @@
-"""The guard: its terms by hand, its threshold exactly, and how often it errs on noise alone."""
+"""The guard: its terms by hand, how often it errs on noise alone, and what it keeps of whole runs in closed form."""
 
 import dataclasses
 import math
+import re
 import warnings
-from collections.abc import Collection
-from statistics import NormalDist
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist, mean
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from helpers.refusals import assert_warned
+from helpers.quadratics import QuadraticLearner
+from helpers.refusals import assert_named, assert_refused, assert_warned, having
 from helpers.tensors import rand
-from metricopt_ext import Callback, FinetuneTask, Metric, Start, optimize_metric
+from metricopt_ext import Callback, FinetuneTask, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
+from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.methods.ending import Began, guarded
 from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.guard import (
     CLIMBED,
@@ -22,18 +30,39 @@ from metricopt_ext.methods.guard import (
     EXPECTED,
     LEAST,
     LINE_CONFIDENCE,
+    REACH,
     SHARE,
+    STRENGTH,
+    Decision,
     Verdict,
+    best_on_holdout,
     chosen_start,
+    cross_gains,
     decide,
     decide_among,
     deviates,
+    held_back,
     judge,
     judge_held_out,
+    kept_share,
 )
+from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
+from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.combine import Combination, Combine, costs_on_pairs
+from metricopt_ext.tasks.constraints import Limits, parse_constraints
+from metricopt_ext.tasks.cost_scale import CostScale
+from metricopt_ext.tasks.evaluation import Evaluation, Outcome
+from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.split_half import reliability_of
+from metricopt_ext.value.gp import GPValueFunction
+
+Make = Callable[..., Any]
+
+
+def go(task: Any, queries: int = 30, **arguments: Any) -> Result:
+    return optimize_metric(task, queries=queries, **{"callback": Callback(), **arguments})
 
 
 def evaluations(halves: Any) -> list[Evaluation]:
@@ -492,3 +521,638 @@ def test_points_whose_halves_are_undefined_leave_the_others_to_tell() -> None:
     expected = judge(start, end, visited)
     found = judge(start, end, [*visited, Evaluation(-3.0)])
     assert found == dataclasses.replace(expected, candidates=25)
+
+
+# --- Constraints, through a whole run --------------------------------------------------------------------------------
+
+
+class Toy:
+    """distance = |phi - goal|^2 is to be least where along = normal . phi is at most half of what it is at the goal."""
+
+    def __init__(self, make: Make, dim: int = 8) -> None:
+        self.task = make(dim)
+        goal: Tensor = self.task.problem.goal
+        aside = torch.randn(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        self.normal = 0.8 * goal / goal.norm() + 0.6 * aside / aside.norm()
+        self.normal /= self.normal.norm()
+        self.beyond = 0.5 * float(self.normal @ goal)  # by how much the goal is
+        self.limit = float(self.normal @ goal) - self.beyond
+        self.least = self.beyond**2  # of the constrained optimum, goal - beyond * normal
+        assert self.beyond > 1, "the unconstrained optimum is infeasible"
+
+    def along(self, phi: Tensor) -> float:
+        return float(self.normal @ phi)
+
+    def both(self, model: Any) -> dict[str, float]:
+        phi = model.metricopt.phi.detach()
+        return {"distance": self.task.distance(model), "along": self.along(phi)}
+
+    def judged(self, function: Any = None, subject_to: Any = None, **settings: Any) -> Any:
+        """The task with a metric of both quantities, constrained by the limit unless told otherwise."""
+        bounds = {"along": f"<= {self.limit!r}"} if subject_to is None else subject_to
+        metric = Metric(
+            function or self.both, maximize=False, bounds=None, name="distance", subject_to=bounds, **settings
+        )
+        return replace(self.task, metric=metric)
+
+    def share_left(self, distance: float) -> float:
+        """Of the way from the start to the constrained optimum, the share that is left."""
+        start = self.task.true_cost(torch.zeros_like(self.normal))
+        return (distance - self.least) / (start - self.least)
+
+
+@pytest.fixture
+def toy(quadratic: Make) -> Toy:
+    return Toy(quadratic)
+
+
+# --- What it achieves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outcome
+def test_the_end_is_feasible_and_near_the_constrained_optimum(quadratic: Make) -> None:
+    """Of the way to it about 3% are left, over four seeds at most 5%; without the constraint the end violates it."""
+    left = []
+    for seed in range(4):
+        toy = Toy(quadratic)
+        run = go(toy.judged(), 40, seed=seed)
+        assert run.chosen == "search"
+        assert toy.along(run.ends["search"]) <= toy.limit + 1e-9
+        assert run.also["along"] == (0.0, pytest.approx(toy.along(run.ends["search"])))
+        left.append(toy.share_left(run.after))
+    assert mean(left) < 0.15
+    free = go(Toy(quadratic).judged(subject_to={}), 40, seed=0)
+    assert toy.along(free.ends["search"]) > toy.limit + 0.3
+    assert toy.share_left(free.after) < -0.1
+
+
+def test_a_constraint_that_binds_nowhere_changes_nothing(quadratic: Make) -> None:
+    """The same points are asked, to the last digit but those that a probability of 1 takes."""
+    toy = Toy(quadratic)
+    alone = go(toy.judged(toy.task.distance, {}), 24)
+    several, bound = (go(Toy(quadratic).judged(subject_to=each), 24) for each in ({}, {"along": "<= 1e9"}))
+    assert torch.equal(several.points, alone.points)
+    assert torch.allclose(bound.points, alone.points, atol=1e-9)
+    assert bound.constrained is not None
+    assert bound.constrained.holding == bound.constrained.evaluated == 24
+
+
+@pytest.mark.parametrize("strategy", [CMAES(), GuidedES(), RandomSearch()], ids=["cma", "guided_es", "random"])
+def test_a_direct_search_ends_at_the_best_that_satisfies_them(toy: Toy, strategy: Any) -> None:
+    told = []
+    task = toy.judged(subject_to={"along": "<= start + 0.02"})
+    with task.metric.calling(lambda query: told.append(query.evaluation)):
+        run = go(task, 40, strategy=strategy)
+    holding = [each.cost for each in told if (each.also or {})["along"] <= 0.02]
+    assert min(each.cost for each in told) < min(holding)
+    assert run.verdict.gain == pytest.approx(told[0].cost - min(holding))
+    assert run.after == min(holding)
+
+
+# --- Nothing feasible, and starts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [GuidedTrustRegion(), CMAES()], ids=["guided", "cma"])
+def test_where_nothing_satisfies_them_the_model_stays_and_it_is_said_once(toy: Toy, strategy: Any) -> None:
+    task = toy.judged(subject_to={"along": ">= 1000", "far": "<= 1"}, also={"far": lambda: 0.5})
+    run = go(task, 40, strategy=strategy)
+    assert run.chosen == "start"
+    assert run.after == run.before == run.best
+    assert not task.adapter.phi.any()
+    assert run.constrained is not None
+    assert (run.constrained.holding, run.constrained.evaluated) == (0, 40)
+    assert run.broken == {"along >= 1000": 1000.0}
+    assert re.search(having("40", "along >= 1000", "1000.0000"), str(run))
+
+
+def test_where_the_end_alone_satisfies_them_it_is_kept_whole(toy: Toy) -> None:
+    """Classes are new, and no share of the way to it: the start, and what is nearer to it, violates the limit."""
+    goal = toy.task.problem.goal
+    side = torch.nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(5)).double(), dim=0)
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi, value = model.metricopt.phi.detach(), toy.task.distance(model)
+        off = 4 * float((phi - goal) @ side)
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved, {"along": ">= 0.8"}, new_classes=True), 40)
+    assert run.chosen == "search"
+    assert run.also["along"][1] >= 0.8
+    assert run.broken == {}
+
+
+def test_a_search_looks_for_where_they_hold(toy: Toy) -> None:
+    """The start violates the constraint; what satisfies it is found, and kept as it gains."""
+    run = go(toy.judged(subject_to={"along": ">= 0.8"}), 40)
+    assert run.constrained is not None
+    assert [each.name for each in run.constrained.violated["start"]] == ["along"]
+    assert run.chosen == "search"
+    assert run.also["along"][1] >= 0.8
+
+
+def test_the_search_begins_from_the_best_start_that_satisfies_them(toy: Toy) -> None:
+    goal, normal = toy.task.problem.goal, toy.normal
+    starts = {"beyond": Start(goal.clone()), "within": Start(0.2 * (goal - (normal @ goal) * normal))}
+    run = go(toy.judged(subject_to={"along": "<= start + 0.1"}), 30, starts=starts)
+    assert run.started_at == "within"
+    assert run.also["along"][1] <= 0.1
+    plain = go(toy.judged(subject_to={}), 30, starts=starts)
+    assert plain.started_at == "beyond"
+
+
+# --- The guard ---------------------------------------------------------------------------------------------------
+
+LIMITS = Limits.of(parse_constraints({"a": ">= 0.5"}, "m"), Evaluation(0.9, outcomes={"a": Outcome(0.6)}))
+
+
+def at(cost: float, a: float) -> Evaluation:
+    return Evaluation(cost, outcomes={"a": Outcome(a)})
+
+
+def test_the_guard_decides_among_what_is_allowed() -> None:
+    def decided(limits: Limits | None = LIMITS, **candidates: Evaluation) -> Decision:
+        started = "prior" if "prior" in candidates else "start"
+        return decide(candidates, [*candidates.values()], CONFIDENCE, started=started, limits=limits)
+
+    def kept(**candidates: Evaluation) -> str:
+        return decided(**candidates).kept
+
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.4)) == "start"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.6), search=at(0.1, 0.4)) == "prior"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.6, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)) == "start"
+    assert kept(start=at(0.9, 0.4), search=at(0.1, 0.6)) == "search"
+    assert kept(start=at(0.9, 0.4), search=at(0.95, 0.6)) == "search"  # what satisfies all comes before any gain
+    assert kept(start=at(0.9, 0.4), prior=at(0.5, 0.6), search=at(0.1, 0.4)) == "prior"
+    assert kept(start=at(0.9, 0.4), search=at(0.1, 0.3)) == "start"
+    assert kept(start=at(0.9, 0.6), search=at(0.1, 0.6)._replace(failed=True)) == "start"
+    assert decided(None, start=at(0.9, 0.6), prior=at(0.5, 0.4), search=at(0.1, 0.4)).kept == "search"
+
+
+def test_a_start_is_judged_as_ever_where_the_end_is_not_allowed() -> None:
+    """By f beside the best along a line, and without halves that are the value itself."""
+    candidates = {"start": at(90, 0.6), "prior": at(50, 0.6), "line": at(49, 0.6), "search": at(10, 0.4)}
+    by_f = {"start": 80.0, "prior": 30.0, "line": 40.0}.__getitem__
+    options: Any = {"started": "prior", "lines": {"line"}, "limits": LIMITS}
+    assert decide(candidates, [*candidates.values()], **options).kept == "line"
+    assert decide(candidates, [*candidates.values()], CONFIDENCE, by_f, **options).kept == "prior"
+    repeated = {name: each._replace(noise=30.0) for name, each in candidates.items()}
+    halved = {name: each._replace(pairs=((each.value, each.value),)) for name, each in repeated.items()}
+    expected = decide(repeated, [*repeated.values()], **options)
+    assert assert_warned(lambda: decide(halved, [*halved.values()], **options), "halves") == expected
+    assert expected.kept == "prior"
+
+
+@pytest.mark.slow
+def test_a_part_of_the_way_is_kept_only_if_it_is_known_to_satisfy_them(toy: Toy) -> None:
+    """Classes are new: halves pull to both sides of the goal, and what is kept is between start and end, or either."""
+    goal = toy.task.problem.goal
+    side = torch.nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(5)).double(), dim=0)
+
+    def halved(model: Any) -> dict[str, Any]:
+        phi = model.metricopt.phi.detach()
+        value = toy.task.distance(model)
+        off = 2 * float((phi - goal) @ side)
+        return {"along": toy.along(phi), "distance": (value, (value + off, value - off))}
+
+    run = go(toy.judged(halved, new_classes=True), 40)
+    assert run.chosen == "part"
+    assert run.also["along"][1] == pytest.approx(toy.along(run.ends["part"]))
+    assert run.also["along"][1] <= toy.limit
+    calls = []
+
+    def last_is_far(model: Any) -> dict[str, Any]:  # what is kept of the way is asked last
+        calls.append(1)
+        return {**halved(model), "near": float(len(calls) < 40)}
+
+    bounds = {"along": f"<= {toy.limit!r}", "near": ">= 1"}
+    again = go(toy.judged(last_is_far, bounds, new_classes=True), 40)
+    assert len(calls) == 40
+    assert again.constrained is not None
+    assert [each.name for each in again.constrained.violated["part"]] == ["near"]
+    assert again.chosen == "start"
+
+
+def test_held_out_data_do_not_bring_back_a_start_that_violates(toy: Toy) -> None:
+    aside = Metric(lambda model: -toy.along(model.metricopt.phi.detach()), maximize=False, bounds=None, name="aside")
+    starts = {"bad": Start(0.5 * toy.task.problem.goal)}
+    run = go(toy.judged(subject_to={"along": "<= -0.2"}), 40, starts=starts, holdout=aside)
+    assert "bad" not in run.holdout
+
+
+# --- Several values, from one function or several ------------------------------------------------------------------
+
+
+def test_other_quantities_cost_no_query_and_are_asked_at_start_and_end_alone(toy: Toy) -> None:
+    calls = []
+
+    def norm(model: Any) -> tuple[float, tuple[float, float]]:
+        calls.append(model.metricopt.phi.detach().clone())
+        return float(calls[-1].norm()), (0.0, 0.0)
+
+    task = toy.judged(toy.task.distance, {}, also={"norm": norm, "constant": lambda: 3})
+    run = go(task, 24)
+    assert task.metric.ledger.spent == toy.task.problem.queries == 24
+    assert len(calls) == 2
+    assert torch.equal(calls[0], task.origin())
+    assert torch.equal(calls[1], run.ends[run.chosen])
+    assert run.also == {"norm": (0.0, float(calls[1].norm())), "constant": (3.0, 3.0)}
+
+
+def test_what_fails_at_the_start_costs_no_query_and_at_the_end_no_run(toy: Toy) -> None:
+    def fails(model: Any) -> float:
+        if bool(model.metricopt.phi.any()) or strict:
+            raise OSError("no such server")
+        return 1.0
+
+    strict = True
+    task = toy.judged(subject_to={}, also={"far": fails})
+    assert_refused(lambda: go(task, 24), MetricError, "distance", "also['far']", "OSError")
+    assert task.metric.ledger.spent == 0
+    strict = False
+    run = assert_warned(lambda: go(task, 24), "OSError")
+    assert run.chosen == "search"
+    assert "far" not in run.also
+    assert bool(task.adapter.phi.any())
+
+
+# --- Ask and tell, and resuming ------------------------------------------------------------------------------------
+
+
+def test_an_adapter_alone_may_be_subject_to_something(toy: Toy) -> None:
+    adapter = attach_input_bias(torch.nn.Linear(2, 3).double(), dim=8)
+    search = Search(adapter, 24, maximize=False, subject_to={"along": "<= start + 0.2"})
+    (start,) = search.ask()
+    assert_refused(lambda: search.tell(start.id, 1.0), ValueError, "subject", "along")
+    assert_refused(lambda: search.tell(start.id, 1.0, outcomes={"longa": 1.0}), ValueError, "longa")
+    for outcomes in ({"along": math.inf}, {"along": "much"}, {3: 1.0}, [0.5]):
+        assert_refused(lambda told=outcomes: search.tell(start.id, 1.0, outcomes=told), ValueError)
+    assert search.spent == 0
+    search.tell(start.id, 9.0, outcomes={"along": 0.0, "more": (7.0, (6.0, 8.0))})
+    while trials := search.ask(8):
+        for trial in trials:
+            cost = float((trial.phi - toy.task.problem.goal).square().sum())
+            search.tell(trial.id, cost, outcomes={"along": toy.along(trial.phi)})
+    run = search.result()
+    assert run.also["along"][1] <= 0.2
+    assert run.broken == {}
+    assert "more" not in run.also, "it was told of the start alone"
+    assert_refused(lambda: go(toy.judged(subject_to={"recall": ">= 0.5"}), 24), MetricError, "subject_to", "along")
+
+
+# --- New classes -----------------------------------------------------------------------------------------------------
+
+
+C = 6
+CURVATURE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
+# Every division of the classes into two halves, each once: their mean is an expectation in closed form.
+DIVISIONS = [(first, tuple(set(range(C)) - set(first))) for first in combinations(range(C), C // 2) if 0 in first]
+
+
+def gradients(spread: float) -> Tensor:
+    """b of each class, ``C x 2``: the class costs ``x H x / 2 - b x``."""
+    drawn = torch.randn(C, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return torch.tensor([0.5, 0.4], dtype=torch.float64) + spread * (drawn - drawn.mean(0))
+
+
+def search_of(b: Tensor) -> SearchResult:
+    """A search that knows a grid of points, and ends where the mean over the classes is least."""
+    axis = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    points = torch.cartesian_prod(axis, axis)
+    end = torch.linalg.solve(CURVATURE, b.mean(0))
+    everywhere = torch.cat([points, end[None]])
+    costs = (everywhere @ CURVATURE * everywhere).sum(1)[:, None] / 2 - everywhere @ b.T  # n x C
+
+    def evaluation(of: Tensor) -> Evaluation:
+        pairs = tuple((float(of[list(a)].mean()), float(of[list(b)].mean())) for a, b in DIVISIONS)
+        return Evaluation(float(of.mean()), pairs=pairs)
+
+    evaluations = tuple(evaluation(of) for of in costs)
+    scale = torch.eye(2, dtype=torch.float64) / 6  # so long that the process is nearly a quadratic's
+    f = GPValueFunction.conditioned(points, costs[:-1].mean(1), scale, 1e-11)
+    return SearchResult(end, evaluations[-1], evaluations[:-1], points, len(points), learns=True, f=f)
+
+
+def test_what_is_lost_is_takeuchis_criterion() -> None:
+    """Over all divisions, the mean of O is tr(H^-1 J) / C, with J the covariance of the classes' gradients."""
+    b = gradients(spread=0.1)
+    share = kept_share(search_of(b), torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    expected = float(torch.linalg.solve(CURVATURE, torch.cov(b.T)).trace()) / C
+    gain = float(b.mean(0) @ torch.linalg.solve(CURVATURE, b.mean(0))) / 2
+    assert share.optimism == pytest.approx(expected, rel=5e-3)  # the process is no quadratic: 1e-3
+    assert share.gain == pytest.approx(gain, rel=1e-4)
+    assert share.share == pytest.approx(1 - 1.5 * expected / (2 * gain), rel=1e-3)
+    assert share.share < 0.999
+
+
+def test_gains_of_half_the_classes_on_both_halves_have_closed_forms() -> None:
+    b = gradients(spread=0.1)
+    end = search_of(b)
+    halves = torch.tensor([each.pairs for each in end.evaluations], dtype=torch.float64)
+    assert end.f is not None
+    start = torch.zeros(2, dtype=torch.float64)
+    own, other = cross_gains(end.f, end.points, halves[..., None], start, end.phi)
+    means = torch.stack([b[list(half)].mean(0) for division in DIVISIONS for half in division])
+    steps = torch.linalg.solve(CURVATURE, means.T).T
+    swapped = means[torch.arange(len(means)) ^ 1]
+    assert own.tolist() == pytest.approx(((means * steps).sum(1) / 2).tolist(), rel=1e-3)
+    assert other.tolist() == pytest.approx(((swapped - means / 2) * steps).sum(1).tolist(), rel=1e-2)
+
+
+def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(quadratic: Make) -> None:
+    """t would be above 0, as the whole gains much more than a half's end exceeds the other's by."""
+    end = search_of(gradients(spread=0.1))
+
+    def opposed(point: Tensor, evaluation: Evaluation) -> Evaluation:
+        tilt = 0.01 * float(point[0])  # what is good for one half is bad for the other
+        return Evaluation(evaluation.cost, pairs=((tilt, -tilt),))
+
+    evaluations = tuple(opposed(*each) for each in zip(end.points, end.evaluations, strict=True))
+    moved = replace(end, evaluations=evaluations, evaluation=opposed(end.phi, end.evaluation))
+    share = kept_share(moved, torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    assert share.crossed < 0 < share.gain
+    assert 1 - STRENGTH * share.optimism / (2 * share.gain) > 0.5
+    assert share.share == 0
+    start = torch.zeros(2, dtype=torch.float64)
+    (at,) = (at for at, point in enumerate(moved.points) if torch.equal(point, start))
+    began = Began({"start": Start(start)}, {"start": moved.evaluations[at]}, "start", "start", [])
+    for new, kept in ((True, "start"), (False, "search")):
+        result = guarded(of_classes(quadratic(2), 0.1, new=new), began, moved, 0.95)
+        assert result.chosen == kept
+        assert "part" not in result.ends
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.4, 0.6])
+def test_the_share_follows_from_optimism_and_gain(spread: float) -> None:
+    share = kept_share(search_of(gradients(spread)), torch.zeros(2, dtype=torch.float64))
+    assert share is not None
+    assert (share.crossed > 0) == (spread < 0.5)
+    expected = 1 - 1.5 * share.optimism / (2 * share.gain) if share.crossed > 0 else 0.0
+    assert share.share == pytest.approx(expected, abs=1e-12)
+
+
+# --- Outcomes ------------------------------------------------------------------------------------------------------
+
+
+def made_of(end: SearchResult, combine: Combine, sign: int, apart: Callable[[Tensor], list[float]]) -> SearchResult:
+    """The same search by a metric that is made of three outcomes, each the metric and something apart, as costs."""
+    combination = Combination(combine, sign)
+
+    def evaluation(point: Tensor, one: Evaluation) -> Evaluation:
+        outcomes = {}
+        for name, more in zip("abc", apart(point), strict=True):
+            pairs = tuple((sign * (first + more), sign * (second + more)) for first, second in one.costs_on_pairs)
+            outcomes[name] = Outcome(sign * (one.cost + more), pairs)
+        value, pairs = combination.value_of(outcomes)
+        return Evaluation(value, outcomes=outcomes, pairs=pairs, sign=sign)
+
+    evaluations = tuple(map(evaluation, end.points, end.evaluations))
+    assert end.f is not None
+    costs = combination.costs(evaluations)
+    f = GPValueFunction.conditioned(end.points, costs, end.f.transform, end.f.noise.repeat(3), combination)
+    return replace(end, evaluation=evaluation(end.phi, end.evaluation), evaluations=evaluations, f=f)
+
+
+def cancelling(point: Tensor) -> list[float]:
+    """Terms that no mean shows."""
+    return [float(point[0]), float(point[1] - point[0]), float(-point[1])]
+
+
+def far_behind(point: Tensor) -> list[float]:
+    """Terms by which the worst is always the first."""
+    return [0.0, float(point[0]) - 50, -40.0]
+
+
+@pytest.mark.parametrize(("combine", "apart"), [("mean", cancelling), ("worst", far_behind)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_outcomes_that_make_the_same_metric_keep_the_same_share(combine: Combine, apart: Any, sign: int) -> None:
+    """A process with nearly no noise is ill-conditioned, which costs all but a few digits."""
+    end, start = search_of(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    expected, found = kept_share(end, start), kept_share(made_of(end, combine, sign, apart), start)
+    assert expected is not None
+    assert found is not None
+    for name in ("share", "optimism", "gain", "crossed"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=2e-3), name
+    assert 0.1 < found.share < 0.999
+
+
+def test_each_outcome_of_a_half_has_its_own_noise() -> None:
+    """Where the first is always the worst, nothing hangs on the others', which are large."""
+    end, start = search_of(gradients(spread=0.1)), torch.zeros(2, dtype=torch.float64)
+    tilted = made_of(end, "worst", 1, far_behind)
+    assert end.f is not None
+    assert tilted.f is not None
+    found = []
+    for each, noise in ((end, 0.1), (tilted, (0.1, 3.2, 3.2))):
+        combination, evaluations = each.f.combination, each.evaluations  # type: ignore[union-attr]
+        costs = (
+            torch.tensor([[one.cost] for one in evaluations]) if combination is None else combination.costs(evaluations)
+        )
+        f = GPValueFunction.conditioned(each.points, costs, 6 * end.f.transform, noise, combination)
+        halves = costs_on_pairs(evaluations, combination)
+        assert halves is not None
+        found.append(torch.cat(cross_gains(f, each.points, halves, start, end.phi)))
+    assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-9)
+
+
+def test_of_a_worst_each_half_is_followed_to_where_its_worst_is_least() -> None:
+    """|x| is added along the first axis: each half's end is on the other one, at the least of its cost there."""
+    start, b = torch.zeros(2, dtype=torch.float64), gradients(spread=0.1)
+    tilted = made_of(search_of(b), "worst", 1, lambda point: [float(point[0]), -float(point[0]), -40.0])
+    assert tilted.f is not None
+    halves = costs_on_pairs(tilted.evaluations, tilted.f.combination)
+    assert halves is not None
+    own, other = cross_gains(tilted.f, tilted.points, halves, start, tilted.phi)
+    means = torch.stack([b[list(half)].mean(0) for division in DIVISIONS for half in division])
+    steps = means[:, 1] / CURVATURE[1, 1]
+    assert float((CURVATURE[0, 1] * steps - means[:, 0]).abs().max()) < 1  # no end is off the axis
+    assert own.tolist() == pytest.approx((means[:, 1] * steps / 2).tolist(), rel=0.05)
+    swapped = means[torch.arange(len(means)) ^ 1, 1]
+    assert other.tolist() == pytest.approx(((swapped - means[:, 1] / 2) * steps).tolist(), rel=0.1)
+
+
+def test_what_is_promised_is_followed_on_each_half() -> None:
+    """Where halves go just as f's promise says: to the end of the reach along it, in the kernel's distances."""
+    points = torch.cartesian_prod(*2 * [torch.linspace(-1, 1, 5, dtype=torch.float64)])
+    slope, start = torch.tensor([[0.4, -1.0]], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    transform = torch.tensor([[0.5, 0.1], [0.0, 0.2]], dtype=torch.float64)
+    f = GPValueFunction.conditioned(
+        points, points @ slope.T + 0.1 * (3 * points[:, :1]).sin(), transform, 0.1, None, slope
+    )
+    end = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    halves = (points @ slope.T + torch.tensor([0.3, 0.1], dtype=torch.float64))[:, None, :, None].repeat(1, 3, 1, 1)
+    own, other = cross_gains(f, points, halves, start, end)
+    best = points[(points @ slope.T).argmin()]
+    reach = REACH * float(((end - start) @ transform).norm())
+    expected = float((start - best) @ slope[0]) + reach * float(torch.linalg.solve(transform, slope[0]).norm())
+    assert own.tolist() == pytest.approx([expected] * 6, rel=1e-6)
+    assert other.tolist() == pytest.approx([expected] * 6, rel=1e-6)
+
+
+# --- Whole runs ----------------------------------------------------------------------------------------------------
+
+
+def of_classes(task: Any, spread: float, *, new: bool = True, classes: int = 12, queries: int | None = None) -> Any:
+    """Let a task's metric be the mean over classes whose goals differ, with 8 divisions into halves."""
+    rng = torch.Generator().manual_seed(3)
+    goals = task.goal + spread * torch.randn(classes, task.dim, generator=rng, dtype=torch.float64)
+    orders = [torch.randperm(classes, generator=rng) for _ in range(8)]
+
+    def metric(model: Any) -> Any:
+        costs = (model.metricopt.phi.detach() - goals).square().sum(1)
+        pairs = [(float(costs[order[::2]].mean()), float(costs[order[1::2]].mean())) for order in orders]
+        return float(costs.mean()), pairs
+
+    judged = Metric(metric, maximize=False, bounds=None, name="distance", ledger=Ledger(queries), new_classes=new)
+    return replace(task, metric=judged)
+
+
+def test_a_part_of_the_way_is_kept_known_and_paid_for_within_the_budget(quadratic: Make) -> None:
+    """The metric is asked 30 times in all, the last time at what is kept."""
+    asked: list[Tensor] = []
+    task = of_classes(quadratic(), 1.5, queries=30)
+    task.metric.callbacks.append(lambda query: asked.append(query.item))
+    result = go(task)
+    share = result.kept_share
+    assert share is not None
+    assert result.chosen == "part"
+    assert 0 < share.share < 1
+    assert share.evaluated
+    assert share.share == pytest.approx(1 - 1.5 * share.optimism / (2 * share.gain))
+    start, end, kept = (result.ends[name] for name in ("start", "search", "part"))
+    assert torch.allclose(kept, start + share.share * (end - start))
+    assert torch.equal(task.adapter.phi.detach(), kept)
+    assert torch.equal(result.path[-1], kept)
+    assert (len(asked), task.metric.ledger.spent, sum(result.queries.values())) == (30, 30, 30)
+    assert torch.equal(asked[-1], kept)
+    assert result.after == task.metric.judge(task.adapter.model).cost
+    assert result.before > result.after > result.best
+
+
+def test_a_search_without_f_keeps_its_end(quadratic: Make) -> None:
+    task = of_classes(quadratic(), 1.5)
+    result = go(task, strategy=CMAES())
+    assert result.chosen == "search"
+    assert result.kept_share is None
+    assert sum(result.queries.values()) == 30
+    assert held_back(CMAES(), task.metric) == 0
+    assert held_back(GuidedTrustRegion(), task.metric) == 1
+
+
+def test_a_failure_at_what_would_be_kept_keeps_the_start(quadratic: Make) -> None:
+    task = of_classes(quadratic(), 1.5)
+    with Search(task, 30) as search:
+        while trials := search.ask(3):
+            for trial in trials:
+                with trial.applied() as model:
+                    if trial.id < 29:
+                        search.tell(trial.id, *task.metric.function(model))
+                    else:
+                        search.fail(trial.id, "the scorer crashed")
+        result = search.result()
+    assert result.chosen == "start"
+    assert result.kept_share is not None
+
+
+# --- Data held out ---------------------------------------------------------------------------------------------------
+
+
+RECIPE = Recipe(steps=10, lr=0.1, evals=3, rounds=2, folds=2, trials=1, learner=QuadraticLearner())
+
+
+def away_from(point: Tensor) -> Metric:
+    """The squared distance from a point, as a metric of held-out data."""
+    return Metric(
+        lambda model: float((model.metricopt.phi.detach() - point).square().sum()),
+        maximize=False,
+        bounds=None,
+        name="aside",
+        ledger=Ledger(3),
+    )
+
+
+@pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
+def test_what_is_worse_on_held_out_data_is_not_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
+    task, without = quadratic(), quadratic()
+    metric = away_from(task.origin())
+    result = go(task, queries=queries, strategy=strategy, holdout=metric)
+    expected = go(without, queries=queries, strategy=strategy)
+    assert expected.chosen != "start"
+    assert (result.chosen, result.after) == ("start", result.before)
+    assert not task.adapter.phi.any()
+    assert list(result.holdout) == ["start", expected.chosen]
+    assert result.holdout["start"] == 0.0
+    assert result.holdout[expected.chosen] == pytest.approx(
+        float(without.adapter.phi.detach().square().sum()), rel=1e-12
+    )
+    assert metric.ledger.spent_on == {"holdout": 2}
+    assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
+
+
+@pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
+def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
+    task, without = quadratic(), quadratic()
+    result = go(task, queries=queries, strategy=strategy, holdout=away_from(task.goal))
+    expected = go(without, queries=queries, strategy=strategy)
+    assert torch.equal(task.adapter.phi, without.adapter.phi)
+    assert (result.chosen, result.after) == (expected.chosen, expected.after)
+    assert result.holdout[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
+
+
+def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[..., Any]) -> None:
+    task = quadratic()
+    near = 0.8 * task.goal
+    result = go(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, holdout=away_from(near))
+    assert list(result.holdout) == ["start", "near", "search"]
+    assert (result.chosen, result.after) == ("near", result.starts["near"])
+    assert torch.equal(task.adapter.phi, near)
+
+
+def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+    task = quadratic()
+
+    def aside(function: Any = lambda model: 0.0, **options: Any) -> dict[str, Any]:
+        given = {"maximize": False, "bounds": None, "name": "aside", **options}
+        return {"holdout": Metric(function, **given)}
+
+    task.metric.bounds = (0.0, 1.0)
+    for arguments, error, names in (
+        ({"holdout": lambda model: 0.0}, ValueError, ("Metric",)),
+        ({"holdout": task.metric}, ValueError, ("distance",)),
+        (aside(maximize=True), ValueError, ("aside", "distance")),
+        (aside(subject_to={"b": ">= start"}), ValueError, ("aside", "subject_to", "distance")),
+        (aside(bounds=(0, 100)), ValueError, ("bounds", "(0.0, 100.0)", "distance", "(0.0, 1.0)")),
+        (aside(ledger=Ledger(2)), BudgetError, ("3", "queries", "2", "budget")),
+    ):
+        with pytest.raises(error) as caught:
+            go(task, output_dir=tmp_path / "run", **arguments)
+        assert_named(caught, *names)
+    assert task.queries == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_data_are_a_guard_where_there_are_no_halves(quadratic: Callable[..., Any]) -> None:
+    task, plain = quadratic(), quadratic()
+    metric = task.metric
+    result = go(task, holdout=away_from(task.goal))
+    assert result.guard == "held-out"
+    gains = [result.before - result.after, result.holdout["start"] - result.holdout[result.chosen]]
+    assert result.chance == pytest.approx(abs(gains[0] - gains[1]) / 2, abs=1e-12)
+    assert result.after == go(plain).after
+    assert metric.ledger.spent == 30
+
+
+SCORE = CostScale(maximize=True, bounds=(0.0, 1.0), name="score")
+
+
+def test_where_chance_was_known_the_best_on_held_out_data_is_kept() -> None:
+    values, aside = {"start": 0.5, "near": 0.6, "search": 0.9}, {"start": 0.5, "near": 0.7, "search": 0.6}
+    assert best_on_holdout(values, aside, SCORE, "halves", 0.95) == ("near", None)
+    assert best_on_holdout(values, {**aside, "start": 0.8}, SCORE, "repeats", 0.95) == ("start", None)
+    chosen, verdict = best_on_holdout(values, aside, SCORE, "none", 0.7)
+    assert chosen == "near"
+    assert verdict is not None
+    assert (verdict.gain, verdict.chance) == pytest.approx((0.15, 0.05))
