@@ -245,6 +245,14 @@ def test_the_smaller_of_the_observed_gain_less_its_optimism_and_of_fs_counts(pre
         assert found.accepted == (predicted > 0)
 
 
+# The halves of each point are 1 away from it, so that less than about 1 may be chance.
+VISITED = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
+
+
+def at_costs(**costs: float) -> dict[str, Evaluation]:
+    return {name: Evaluation(cost, pairs=((cost, cost),)) for name, cost in costs.items()}
+
+
 @pytest.mark.parametrize(
     ("start", "end", "kept", "over"),
     [
@@ -259,31 +267,30 @@ def test_the_smaller_of_the_observed_gain_less_its_optimism_and_of_fs_counts(pre
 def test_the_end_is_held_against_the_model_as_trained_and_then_the_start(
     start: float, end: float, kept: str, over: str
 ) -> None:
-    """The halves of each point are 1 away from it, so that less than about 1 may be chance."""
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(
-        zip(("start", "prior", "search"), evaluations([(c, c) for c in (100.0, start, end)]), strict=True)
-    )
-    decision = decide(candidates, visited, 0.95, started="prior")
+    candidates = at_costs(start=100.0, prior=start, search=end)
+    decision = decide(candidates, VISITED, 0.95, started="prior")
     assert decision.kept == kept
-    assert decision.verdict == judge(
-        candidates[over], candidates["search"], visited, 0.95 if over == "start" else EXPECTED
-    )
-    assert judge(candidates["start"], candidates["search"], visited, 0.95).needed > 1
+    sure = 0.95 if over == "start" else EXPECTED
+    assert decision.verdict == judge(candidates[over], candidates["search"], VISITED, sure)
+    assert judge(candidates["start"], candidates["search"], VISITED, 0.95).needed > 1
+
+
+def test_the_end_is_held_against_what_is_presumed_in_place_of_the_model_as_trained() -> None:
+    candidates = at_costs(start=10.0, presumed=100.0, search=50.0)
+    decision = decide(candidates, VISITED, started="presumed", against="presumed")
+    assert decision.kept == "search"
+    assert decision.verdict == judge(candidates["presumed"], candidates["search"], VISITED)
 
 
 def test_between_start_and_end_f_alone_decides() -> None:
     """The start's luck is as great as the end's; f, which smooths both, knows better than the two queries."""
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(
-        zip(("start", "prior", "search"), evaluations([(100, 100), (10.0, 10.0), (10.5, 10.5)]), strict=True)
-    )
-    chance = judge(*evaluations([(10.0, 10.0), (10.5, 10.5)]), visited).chance
+    candidates = at_costs(start=100.0, prior=10.0, search=10.5)
+    chance = judge(candidates["prior"], candidates["search"], VISITED).chance
     assert chance is not None
     assert chance > 0.5
     for by_f, kept in ((0.1, "search"), (-0.1, "prior"), (math.inf, "prior")):
         predicted = {"start": 90.0, "prior": by_f}
-        decision = decide(candidates, visited, CONFIDENCE, predicted.__getitem__, started="prior")
+        decision = decide(candidates, VISITED, CONFIDENCE, predicted.__getitem__, started="prior")
         assert decision.kept == kept
         assert decision.verdict.by_f == math.isfinite(by_f)
     for loss, accepted in ((chance - 1e-9, True), (chance + 1e-9, False)):
@@ -291,55 +298,46 @@ def test_between_start_and_end_f_alone_decides() -> None:
     assert not Verdict(-1e-9, 0.0, None, 1.0, 9, None, 0.1, "none", by_f=True).accepted
 
 
-LINE = "along"  # the name of a line
-
 LINE_CASES = {
-    "the end gains on it by both": (50.0, 10.0, {"start": 90.0, LINE: 1.0}, "search"),
-    "not by f": (50.0, 10.0, {"start": 90.0, LINE: -0.1}, LINE),
-    "not by the queries": (50.0, 50.5, {"start": 90.0, LINE: 1.0}, LINE),
-    "nor is it sure": (99.5, 99.9, {"start": 0.1, LINE: 1.0}, "start"),
-    "sure for a line": (98.8, 99.9, {"start": 0.1, LINE: 1.0}, LINE),
+    "the end gains on it by both": (50.0, 10.0, {"start": 90.0, "line": 1.0}, "search"),
+    "not by f": (50.0, 10.0, {"start": 90.0, "line": -0.1}, "line"),
+    "not by the queries": (50.0, 50.5, {"start": 90.0, "line": 1.0}, "line"),
+    "nor is it sure": (99.5, 99.9, {"start": 0.1, "line": 1.0}, "start"),
+    "sure for a line": (98.8, 99.9, {"start": 0.1, "line": 1.0}, "line"),
 }
 
 
 @pytest.mark.parametrize(("line", "end", "by_f", "kept"), LINE_CASES.values(), ids=LINE_CASES)
 def test_the_best_along_a_line_is_a_candidate(line: float, end: float, by_f: dict[str, float], kept: str) -> None:
-    """Less than about 1 may be chance at .85."""
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(zip(("start", LINE, "search"), evaluations([(c, c) for c in (100.0, line, end)]), strict=True))
-    assert decide(candidates, visited, CONFIDENCE, by_f.__getitem__, lines={LINE}).kept == kept
-    sure = judge(candidates["start"], candidates[LINE], visited, LINE_CONFIDENCE)
-    assert (kept in (LINE, "search")) == sure.accepted
+    candidates = at_costs(start=100.0, line=line, search=end)
+    assert decide(candidates, VISITED, CONFIDENCE, by_f.__getitem__, lines={"line"}).kept == kept
+    sure = judge(candidates["start"], candidates["line"], VISITED, LINE_CONFIDENCE)
+    assert (kept in ("line", "search")) == sure.accepted
 
 
-@pytest.mark.parametrize(("of_start", "of_line", "kept"), [(3.0, 2.0, LINE), (2.0, 3.0, "prior")])
+@pytest.mark.parametrize(("of_start", "of_line", "kept"), [(3.0, 2.0, "line"), (2.0, 3.0, "prior")])
 def test_a_line_and_a_start_are_a_choice_of_f(of_start: float, of_line: float, kept: str) -> None:
     """By how much the end gains on either: the smaller gain is that on the better one."""
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    candidates = dict(
-        zip(("start", "prior", LINE, "search"), evaluations([(c, c) for c in (100, 50, 49, 99.9)]), strict=True)
-    )
-    predicted = {"start": 0.1, "prior": of_start, LINE: of_line}
-    assert decide(candidates, visited, CONFIDENCE, predicted.__getitem__, started="prior", lines={LINE}).kept == kept
-    worse = {**candidates, LINE: evaluations([(51, 51)])[0]}
-    assert decide(worse, visited, started="prior", lines={LINE}).kept == "prior"  # without an f the queries decide
-    assert decide(candidates, visited, started="prior", lines={LINE}).kept == LINE
+    predicted = {"start": 0.1, "prior": of_start, "line": of_line}
+
+    def found(line: float, *f: Any) -> str:
+        candidates = at_costs(start=100.0, prior=50.0, line=line, search=99.9)
+        return decide(candidates, VISITED, CONFIDENCE, *f, started="prior", lines={"line"}).kept
+
+    assert found(49.0, predicted.__getitem__) == kept
+    assert found(49.0) == "line"  # without an f the queries decide
+    assert found(51.0) == "prior"
 
 
 def test_what_is_climbed_in_chance_is_optimism_over_the_model_as_it_was_trained() -> None:
-    visited = evaluations([(10 * i + 1, 10 * i - 1) for i in range(11)])
-    unsure = 99.0  # gains enough for a start, not for an end
-    candidates = dict(
-        zip(("start", "prior", "search"), evaluations([(100, 100), (unsure, unsure), (40, 40)]), strict=True)
-    )
+    candidates = at_costs(start=100.0, prior=99.0, search=40.0)  # the prior gains enough for a start, not for an end
     predicted = {"start": 60.0, "prior": 1.0}.__getitem__
-    needed = judge(candidates["start"], candidates["search"], visited, CONFIDENCE).needed
+    needed = judge(candidates["start"], candidates["search"], VISITED, CONFIDENCE).needed
     assert needed is not None
     for counted, kept in ((0.0, "search"), (60 - needed - 1e-6, "search"), (60 - needed + 1e-6, "prior")):
-        assert decide(candidates, visited, CONFIDENCE, predicted, counted, started="prior").kept == kept
-    assert decide(candidates, visited, CONFIDENCE, predicted, 59, started="prior").verdict.optimism == pytest.approx(
-        59.0
-    )
+        assert decide(candidates, VISITED, CONFIDENCE, predicted, counted, started="prior").kept == kept
+    found = decide(candidates, VISITED, CONFIDENCE, predicted, 59, started="prior")
+    assert found.verdict.optimism == pytest.approx(59.0)
 
 
 def start_of(cost: float, *apart: float) -> Evaluation:
@@ -1075,34 +1073,25 @@ def away_from(point: Tensor) -> Metric:
 
 
 @pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
-def test_what_is_worse_on_held_out_data_is_not_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
-    task, without = quadratic(), quadratic()
-    metric = away_from(task.origin())
-    result = go(task, queries=queries, strategy=strategy, holdout=metric)
-    expected = go(without, queries=queries, strategy=strategy)
+def test_what_is_kept_is_better_on_held_out_data_too(quadratic: Make, strategy: Any, queries: int) -> None:
+    without = quadratic()
+    expected = go(without, queries, strategy=strategy)
     assert expected.chosen != "start"
-    assert (result.chosen, result.after) == ("start", result.before)
-    assert not task.adapter.phi.any()
-    assert list(result.holdout) == ["start", expected.chosen]
-    assert result.holdout["start"] == 0.0
-    assert result.holdout[expected.chosen] == pytest.approx(
-        float(without.adapter.phi.detach().square().sum()), rel=1e-12
-    )
-    assert metric.ledger.spent_on == {"holdout": 2}
-    assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
+    for best, better in ((without.goal, True), (without.origin(), False)):
+        task, metric = quadratic(), away_from(best)
+        result = go(task, queries, strategy=strategy, holdout=metric)
+        after = (expected.chosen, expected.after) if better else ("start", expected.before)
+        assert (result.chosen, result.after) == after
+        assert torch.equal(task.adapter.phi, without.adapter.phi * better)
+        aside = {"start": task.origin(), expected.chosen: without.adapter.phi.detach()}
+        told = {name: float((phi - best).square().sum()) for name, phi in aside.items()}
+        assert result.holdout == pytest.approx(told, rel=1e-12)
+        assert list(result.holdout) == list(told)
+        assert metric.ledger.spent_on == {"holdout": 2}
+        assert task.metric.ledger.spent_on == without.metric.ledger.spent_on
 
 
-@pytest.mark.parametrize(("strategy", "queries"), [(None, 30), (CMAES(sigma0=0.3), 60), (RECIPE, 47)])
-def test_what_is_better_there_too_is_kept(quadratic: Callable[..., Any], strategy: Any, queries: int) -> None:
-    task, without = quadratic(), quadratic()
-    result = go(task, queries=queries, strategy=strategy, holdout=away_from(task.goal))
-    expected = go(without, queries=queries, strategy=strategy)
-    assert torch.equal(task.adapter.phi, without.adapter.phi)
-    assert (result.chosen, result.after) == (expected.chosen, expected.after)
-    assert result.holdout[expected.chosen] == pytest.approx(expected.after, rel=1e-12)
-
-
-def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[..., Any]) -> None:
+def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Make) -> None:
     task = quadratic()
     near = 0.8 * task.goal
     result = go(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, holdout=away_from(near))
@@ -1111,7 +1100,7 @@ def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Callable[.
     assert torch.equal(task.adapter.phi, near)
 
 
-def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Make, tmp_path: Path) -> None:
     task = quadratic()
 
     def aside(function: Any = lambda model: 0.0, **options: Any) -> dict[str, Any]:
@@ -1134,7 +1123,7 @@ def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Callabl
     assert not (tmp_path / "run").exists()
 
 
-def test_held_out_data_are_a_guard_where_there_are_no_halves(quadratic: Callable[..., Any]) -> None:
+def test_held_out_data_are_a_guard_where_there_are_no_halves(quadratic: Make) -> None:
     task, plain = quadratic(), quadratic()
     metric = task.metric
     result = go(task, holdout=away_from(task.goal))
