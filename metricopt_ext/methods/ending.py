@@ -38,7 +38,7 @@ class Began(NamedTuple):
 
     Attributes:
         starts: What it could begin from, by name, the best of lines and tuned settings among them.
-        asked: The metric's evaluations of them.
+        evaluated: The metric's evaluations of them.
         name: The one that it began from.
         against: What its end is held against: the model as it was trained, or what is presumed in its place.
         points: All starts that were asked for, those on lines too.
@@ -120,7 +120,11 @@ def guarded(
     starts, evaluated = began.starts, began.evaluated
     decision, share = decided(task, began, end, confidence, limits)
     candidates, ends = began.candidates(end), {name: each.phi for name, each in starts.items()} | {"search": end.phi}
-    path = path_of(began.at.phi, end)
+    least = accumulate((each.cost for each in end.evaluations), min, initial=math.inf)
+    better = (
+        point for point, each, before in zip(end.points, end.evaluations, least, strict=False) if each.cost < before
+    )
+    path = torch.stack([began.at.phi, *better, end.phi])
     if share is not None and share.share < 1:
         kept = decision.otherwise
         if share.share > 0:
@@ -169,14 +173,6 @@ def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Eva
     low, high = metric.bounds or (-math.inf, math.inf)
     value = metric.sign * float(end.f(point[None])[0])
     return point, Evaluation(min(max(value, low), high), sign=metric.sign)
-
-
-def path_of(start: Tensor, end: SearchResult) -> Tensor:
-    """Return where a search stood, ``m x d``: where it began, each point that was the best so far, and its end."""
-    costs = [each.cost for each in end.evaluations]
-    before = accumulate(costs, min, initial=math.inf)
-    best = (point for point, cost, least in zip(end.points, costs, before, strict=False) if cost < least)
-    return torch.stack([start, *best, end.phi])
 
 
 def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
