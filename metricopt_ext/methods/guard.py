@@ -496,11 +496,6 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
     return [f"besides: {', '.join(told)}"] if told else []
 
 
-def best_of(evaluated: Mapping[str, Evaluation], limits: Limits | None) -> str:
-    """Return the name of the best evaluation, the first of equals."""
-    return min(evaluated, key=lambda name: ranked(evaluated[name], limits))
-
-
 # --- New classes -----------------------------------------------------------------------------------------------------
 
 # A search that follows a metric of C classes climbs what is these classes' own. For a quadratic, of the gain

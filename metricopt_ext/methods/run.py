@@ -170,7 +170,7 @@ class SearchRun:
         search.limits, self._search = self.limits, search
         lines = {name: self.evaluated[name] for name in self._strengths if self.starts[name].of_the_same(at)}
         if lines:
-            search.reached = self.starts[best_of(lines, self.limits)].phi
+            search.reached = self.starts[min(lines, key=lambda name: ranked(lines[name], self.limits))].phi
         batches, answers, shared = search.batches(), None, 0  # the budget at which a part of the way was asked for
         while True:
             with self._standing():
