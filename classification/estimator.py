@@ -30,7 +30,7 @@ from metricopt_ext.data.halves import Halves, stratified_halves
 from metricopt_ext.data.label_parts import label_halves, label_parts
 from metricopt_ext.data.precision import check_told_apart, mean_and_spread
 from metricopt_ext.data.rare import rare_groups
-from metricopt_ext.methods.prior_starts import moved_by
+from metricopt_ext.methods.starts import moved_by
 from metricopt_ext.methods.tune import Attach, check_tuning, tune_model
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.batches import TensorBatches

@@ -61,8 +61,8 @@ from metricopt_ext.experiment.method import Baseline, Method
 from metricopt_ext.experiment.siblings import SiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import asked_for, planned
 from metricopt_ext.experiment.whole_network import LabelParts, held_third
-from metricopt_ext.methods.prior_starts import cost_offsets, em_prior_start, moved_by
 from metricopt_ext.methods.soups import Training
+from metricopt_ext.methods.starts import cost_offsets, em_prior_start, moved_by
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.siblings.block_batches import BlockBatches
 from metricopt_ext.siblings.training import TrainingTask

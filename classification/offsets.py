@@ -14,7 +14,7 @@ from metricopt_ext.adapters.start import StartLine
 from metricopt_ext.classification.predictions import output_of, predict
 from metricopt_ext.classification.targets import Target
 from metricopt_ext.errors import MetricError
-from metricopt_ext.methods.prior_starts import offset_line, prior_offsets
+from metricopt_ext.methods.starts import offset_line, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer

@@ -19,9 +19,8 @@ import metricopt_ext as mo
 from helpers.played_gpu import PlayedGPU, can_play, register
 from helpers.runs import stopped_after
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.methods.batchnorm_starts import batchnorm_line
 from metricopt_ext.methods.paper.recipe import Recipe, meta_train, tune_start
-from metricopt_ext.methods.prior_starts import em_prior_start, prior_line
+from metricopt_ext.methods.starts import batchnorm_line, em_prior_start, prior_line
 from metricopt_ext.search.direct import CMAES
 from metricopt_ext.value.value_function import NeuralValueFunction
 

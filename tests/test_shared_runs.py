@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import metricopt_ext as mo
-from metricopt_ext.methods.batchnorm_starts import batchnorm_line
+from metricopt_ext.methods.starts import batchnorm_line
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.methods.paper.recipe import Algorithm1

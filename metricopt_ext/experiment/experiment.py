@@ -36,10 +36,9 @@ from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.run_config import SHARE, SOUP, RunConfig
 from metricopt_ext.experiment.usual_methods import metricopt_result, usual_methods
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
-from metricopt_ext.methods.batchnorm_starts import statistics_line
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import Training, soup_starts
-from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm
+from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm, statistics_line
 from metricopt_ext.methods.tuned_settings import setting_lines
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard

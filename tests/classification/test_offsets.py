@@ -29,7 +29,7 @@ from metricopt_ext.classification.targets import Target
 from metricopt_ext.data.labelled import Split
 from metricopt_ext.errors import MetricError
 from metricopt_ext.experiment.passes import Passes, noticing, passes_of
-from metricopt_ext.methods.prior_starts import cost_offsets, prior_offsets
+from metricopt_ext.methods.starts import cost_offsets, prior_offsets
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 

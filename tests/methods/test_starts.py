@@ -24,16 +24,17 @@ from metricopt_ext import (
     optimize_metric,
 )
 from metricopt_ext.errors import AdapterError, DataError
-from metricopt_ext.methods.batchnorm_starts import batchnorm_line
-from metricopt_ext.methods.prior_starts import (
+from metricopt_ext.methods.starts import (
+    all_starts,
+    batchnorm_line,
     em_prior_start,
     em_priors,
     line_offsets,
     moved_by,
     prior_line,
     prior_offsets,
+    reestimate_batchnorm,
 )
-from metricopt_ext.methods.starts import all_starts, reestimate_batchnorm
 from metricopt_ext.search.stages import known_on
 
 
