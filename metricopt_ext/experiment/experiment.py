@@ -176,7 +176,7 @@ class Experiment(ABC, Generic[Config]):
         if name == "batchnorm":
             return self._batchnorm
         if name in ("batchnorm_line", "batchnorm_mixed"):
-            line = None if self._batchnorm is None else statistics_line(self.task, self._batchnorm)
+            line = statistics_line(self.task, self._batchnorm)
             return line.at(MIXED) if line is not None and name == "batchnorm_mixed" else line
         if name == "whole_network_labels":
             return self._whole_network()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,16 +54,10 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
     for name, start in starts.items():
         if name in ("start", SETTINGS, "search", "part"):
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
-        if not isinstance(start, StartLine):
-            found[name] = _checked(task, name, start)
-            continue
         try:
-            start.check()
+            found[name] = _checked(task, start)
         except AdapterError as error:
             raise AdapterError(f"start {name!r}: {error}") from error
-        for each in start.ends:
-            _checked(task, name, each)
-        found[name] = start
     return found
 
 
@@ -80,29 +75,25 @@ def check_starts(starts: Any) -> None:
             raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
 
 
-def _checked(task: FinetuneTask, name: str, start: Start | None) -> Start:
-    if start is None:  # what `batchnorm_start` and the like return where there is nothing to replace
-        raise AdapterError(f"start {name!r} is None: it does not apply to this model; leave it out")
-    try:
-        task.adapter.check(start)
-        _check_numbers(start, task.adapter)
-    except AdapterError as error:
-        raise AdapterError(f"start {name!r}: {error}") from error
-    tensors = {key: value.detach().clone() for key, value in start.tensors.items()}
-    task.values_of(start.settings)  # refuses what it can't be
-    return Start(start.phi.detach().to(task.origin(), copy=True), tensors, dict(start.settings), start.presumed)
-
-
-def _check_numbers(start: Start, adapter: Adapter) -> None:
-    """Refuse numbers by which the model computes none: a loss that is not finite would be blamed for them."""
-    base = adapter.base_state_dict()
-    for name, value in start.tensors.items():
-        if not value.is_floating_point():
-            continue
+def _checked(task: FinetuneTask, start: Start | StartLine | None) -> Start | StartLine:
+    """Return a copy of a start, or a line of which both ends and the middle are as they must be."""
+    if isinstance(start, StartLine):
+        start.check()
+        for each in start.ends:
+            _checked(task, each)
+        return start
+    if not isinstance(start, Start):  # None, which `batchnorm_start` returns where there is nothing to replace
+        raise AdapterError(f"{brief(start)} does not apply to this model; leave it out")
+    task.adapter.check(start)
+    base = task.adapter.base_state_dict()
+    for name, value in start.tensors.items():  # a loss that is not finite would be blamed for these
         if bool((base[name].to(value.device).isfinite() & ~value.isfinite()).any()):
             raise AdapterError(f"{brief(name)} has NaN or infinity where the model's has not; leave it out")
         if name.rpartition(".")[2] == "running_var" and bool((value < 0).any()):
             raise AdapterError(f"{brief(name)} has {float(value.min()):g}; a variance is at least 0")
+    task.values_of(start.settings)  # refuses what it can't be
+    tensors = {key: value.detach().clone() for key, value in start.tensors.items()}
+    return Start(start.phi.detach().to(task.origin(), copy=True), tensors, dict(start.settings), start.presumed)
 
 
 def divided(starts: Mapping[str, Start | StartLine]) -> tuple[dict[str, Start], dict[str, StartLine]]:
@@ -189,39 +180,28 @@ def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | Non
     Raises:
         DataError: There is no batch, or the model can't take one.
     """
-    end = batchnorm_start(task, inputs)
-    return None if end is None else statistics_line(task, end)
+    return statistics_line(task, batchnorm_start(task, inputs))
 
 
-def statistics_line(task: FinetuneTask, end: Start) -> StartLine | None:
-    """Return the line of `batchnorm_line` to a start that is known (`batchnorm_start`); None if it has no statistics.
+def statistics_line(task: FinetuneTask, end: Start | None) -> StartLine | None:
+    """Return the line of `batchnorm_line` to what `batchnorm_start` returned; None if that has no statistics.
 
     Args:
         task: Its model's statistics are those at 0.
         end: Has those at 1.
     """
-    own = {name: value.detach().clone() for name, value in task.adapter.base_state_dict().items()}
-    theirs = {name: value for name, value in end.tensors.items() if value.is_floating_point()}
+    theirs = {name: value for name, value in end.tensors.items() if value.is_floating_point()} if end else {}
     if not theirs:
         return None
-    origin = task.origin()
-
-    def at(t: float) -> Start:
-        return Start(origin.clone(), {name: _statistics(own[name], value, t) for name, value in theirs.items()})
-
-    return StartLine(at, 0.0, 1.0, FIRST_WEIGHTS)
-
-
-def _statistics(a: Tensor, b: Tensor, t: float) -> Tensor:
-    """Return means or variances mixed, between the two, whatever they were rounded to."""
-    return mixed(a, b, t).clamp(torch.minimum(a, b), torch.maximum(a, b))
+    line = line_between(Start(task.origin()), Start(task.origin(), theirs), task.adapter.base_state_dict())
+    return replace(line, first=FIRST_WEIGHTS)
 
 
 def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -> StartLine:
     """Return the line between two starts, from the first, at 0, to the second, at 1.
 
     phi and all tensors with a fraction are mixed linearly, in float64, and have the first's dtype; others are the
-    first's. At 0 and at 1 the mixed ones are exactly those of the starts, as these are now.
+    first's. At 0 and at 1 the mixed ones are exactly those of the starts, as these are now, and never beyond.
 
     Args:
         a: The first start.
@@ -238,60 +218,53 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
     if dict(a.settings) != dict(b.settings):
         raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
     own = dict(base or {})
-    for name in sorted(a.tensors.keys() ^ b.tensors.keys()):
-        if name not in own:
-            raise AdapterError(
-                f"only one of the starts replaces {name!r}; say what the other has, by"
-                " line_between(a, b, task.adapter.base_state_dict())"
-            )
-    tensors = {
-        name: (_copied(a.tensors, own, name), _copied(b.tensors, own, name)) for name in {**a.tensors, **b.tensors}
-    }
-    phi = a.phi.detach().clone(), b.phi.detach().clone()  # copies, as the model's own may be among all these
-    for name, (mine, theirs) in {"phi": phi, **tensors}.items():
-        if mine.shape != theirs.shape:
-            raise AdapterError(f"{name!r} has shapes {tuple(mine.shape)} and {tuple(theirs.shape)} in the two starts")
+    if lacking := sorted((a.tensors.keys() ^ b.tensors.keys()) - own.keys()):
+        raise AdapterError(
+            f"only one of the starts replaces {lacking[0]!r}; say what the other has, by"
+            " line_between(a, b, task.adapter.base_state_dict())"
+        )
+    mine, theirs = ({**own, **each.tensors} for each in (a, b))
+    phi = _pair("phi", a.phi, b.phi)
+    tensors = {name: _pair(name, mine[name], theirs[name]) for name in {**a.tensors, **b.tensors}}
 
     def at(t: float) -> Start:
-        return Start(mixed(*phi, t), {name: mixed(*pair, t) for name, pair in tensors.items()}, dict(a.settings))
+        return Start(_mixed(*phi, t), {name: _mixed(*pair, t) for name, pair in tensors.items()}, dict(a.settings))
 
     return StartLine(at, 0.0, 1.0)
 
 
-def _copied(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> Tensor:
-    return (tensors if name in tensors else own)[name].detach().clone()
+def _pair(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies, as the model's own may be among them, that can be mixed."""
+    if a.shape != b.shape:
+        raise AdapterError(f"{name!r} has shapes {tuple(a.shape)} and {tuple(b.shape)} in the two starts")
+    return a.detach().clone(), b.detach().clone()
 
 
-@torch.no_grad()
-def mixed(a: Tensor, b: Tensor, t: float) -> Tensor:
-    """Return ``(1 - t) a + t b`` of a's type, computed in float64; a itself if it has no fractions."""
+def _mixed(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """Return ``(1 - t) a + t b`` of a's type, computed in float64, between the two whatever it was rounded to.
+
+    That is a itself if it has no fractions.
+    """
     if not a.is_floating_point() or t == 0:
-        return a.detach().clone()
+        return a.clone()
+    end = b.to(a, copy=True)
     if t == 1:
-        return b.detach().to(a, copy=True)
-    return ((1 - t) * a.detach().cpu().double() + t * b.detach().cpu().double()).to(a)
+        return end
+    mixed = ((1 - t) * a.cpu().double() + t * b.cpu().double()).to(a)
+    return mixed.clamp(torch.minimum(a, end), torch.maximum(a, end))
 
 
 def prior_offsets(counts: Tensor, *, one_logit: bool = False) -> Tensor:
     """Return the offsets -log(prior) of post-hoc logit adjustment (Menon et al. 2021), which stand in for equal priors.
 
     Args:
-        counts: Number of train examples of each class, ``C``, each above 0.
+        counts: Number of train examples of each class, ``C``, each above 0; two for a single logit.
         one_logit: Whether the classifier has one logit for two classes.
 
     Returns:
         ``C`` numbers of mean zero, float64; for one logit a single one, class 1's less class 0's, ``1``.
-
-    Raises:
-        DataError: A class has no examples.
-        ValueError: The classes of one logit are not two.
     """
-    if not bool((counts > 0).all()):
-        raise DataError(f"each class must have train examples for its prior, got counts of {counts.tolist()}")
-    if one_logit and len(counts) != 2:
-        raise ValueError(f"one logit is for 2 classes, got counts of {len(counts)}")
-    offsets = -counts.double().log()
-    return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+    return _as_offsets(-counts.double().log(), one_logit)
 
 
 def cost_offsets(costs: Tensor, *, one_logit: bool = False) -> Tensor | None:
@@ -309,10 +282,12 @@ def cost_offsets(costs: Tensor, *, one_logit: bool = False) -> Tensor | None:
     """
     costs, count = costs.double(), len(costs)
     errors = (costs.sum(1) - costs.diagonal()) / (count - 1) - costs.diagonal()
-    if not bool((errors > 0).all()):
-        return None
-    offsets = errors.log()
-    return offsets[1:] - offsets[:1] if one_logit else offsets - offsets.mean()
+    return _as_offsets(errors.log(), one_logit) if bool((errors > 0).all()) else None
+
+
+def _as_offsets(of_classes: Tensor, one_logit: bool) -> Tensor:
+    """Return what is added to the logits of classes, ``C``, as numbers of mean zero, or as one logit's, ``1``."""
+    return of_classes[1:] - of_classes[:1] if one_logit else of_classes - of_classes.mean()
 
 
 def moved_by(adapter: Adapter, offsets: Tensor) -> Tensor:
@@ -346,17 +321,27 @@ def prior_line(task: FinetuneTask, priors: Tensor | Sequence[float]) -> StartLin
 
 
 def offset_line(adapter: Adapter, adjustment: Tensor, *, two_classes: bool = False) -> StartLine | None:
-    """Return the line of an adjustment's strengths, -2.5 to 2.5; None if it moves little (`line_offsets`).
+    """Return the line of an adjustment's strengths, -2.5 to 2.5.
+
+    A single logit, or the difference of two classes' logits, moves by `LEAST_THRESHOLD` at least for each unit: its
+    threshold matters though both classes are as frequent.
 
     Args:
         adapter: Has the offsets.
         adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
-        two_classes: Whether they are of two classes, of one logit or two.
+        two_classes: Whether they are of two classes, of one logit or two; logits of labels or ranks are not.
+
+    Returns:
+        The line; None for other logits of which none moves by `LEAST_OFFSET`.
     """
-    along = line_offsets(adjustment, two_classes=two_classes)
-    if along is None:
+    apart = adjustment[1:] - adjustment[:1] if two_classes and len(adjustment) == 2 else adjustment
+    if len(apart) == 1:
+        moved = torch.where(apart < 0, apart.clamp(max=-LEAST_THRESHOLD), apart.clamp(min=LEAST_THRESHOLD))
+        if not torch.equal(moved, apart):
+            adjustment = moved if len(adjustment) == 1 else torch.cat([-moved, moved]) / 2
+    elif float(adjustment.abs().max()) < LEAST_OFFSET:
         return None
-    return StartLine(lambda t: Start(moved_by(adapter, t * along)), -STRONGEST, STRONGEST, FIRST_STRENGTHS)
+    return StartLine(lambda t: Start(moved_by(adapter, t * adjustment)), -STRONGEST, STRONGEST, FIRST_STRENGTHS)
 
 
 @torch.no_grad()
@@ -386,9 +371,7 @@ def em_prior_start(task: FinetuneTask, inputs: Iterable[Any], priors: Tensor | S
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
     trained = priors.double().cpu() / priors.double().sum().cpu()
     deployed = em_priors(logits.softmax(1), trained)
-    adjustment = deployed.log() - trained.log()
-    adjustment = adjustment[1:] - adjustment[:1] if count == 1 else adjustment - adjustment.mean()
-    return Start(moved_by(adapter, adjustment))
+    return Start(moved_by(adapter, _as_offsets(deployed.log() - trained.log(), count == 1)))
 
 
 def em_priors(probabilities: Tensor, priors: Tensor) -> Tensor:
@@ -418,32 +401,6 @@ def _checked_priors(adapter: Adapter, given: Tensor | Sequence[float]) -> tuple[
     if priors.shape != (2 if count == 1 else count,):
         wanted = "2 for a single logit" if count == 1 else f"{count}, one for each class"
         raise ValueError(f"priors are {tuple(priors.shape)}; they must be {wanted}")
-    if not bool((priors > 0).all()) or not bool(priors.isfinite().all()):
+    if not bool(((priors > 0) & priors.isfinite()).all()):
         raise DataError(f"each class must have a share above 0 for its prior, got {priors.tolist()}")
     return count, priors
-
-
-def line_offsets(adjustment: Tensor, *, two_classes: bool = False) -> Tensor | None:
-    """Return the offsets along which a search looks first, ``C`` or ``1``: those of an adjustment by the priors.
-
-    A single logit's move by `LEAST_THRESHOLD` at least, in their direction: its threshold matters though both classes
-    are as frequent. So does the difference of two classes' logits. None for several logits if none of their offsets
-    reaches `LEAST_OFFSET`.
-
-    Args:
-        adjustment: Offsets of strength 1 (`prior_offsets`), ``C`` or ``1``.
-        two_classes: Whether they are of two classes, of one logit or two; logits of labels or ranks are not.
-    """
-    if two_classes and len(adjustment) == 2:
-        apart = adjustment[1:] - adjustment[:1]
-        moved = _least_threshold(apart)
-        return adjustment if torch.equal(moved, apart) else torch.cat([-moved, moved]) / 2
-    if len(adjustment) == 1:
-        return _least_threshold(adjustment)
-    return adjustment if float(adjustment.abs().max()) >= LEAST_OFFSET else None
-
-
-def _least_threshold(offset: Tensor) -> Tensor:
-    """Return an offset, ``1``, or one of `LEAST_THRESHOLD` in its direction if it is smaller."""
-    least = torch.full_like(offset, LEAST_THRESHOLD)
-    return torch.where(offset.abs() < least, torch.where(offset < 0, -least, least), offset)

@@ -29,8 +29,8 @@ from metricopt_ext.methods.starts import (
     batchnorm_line,
     em_prior_start,
     em_priors,
-    line_offsets,
     moved_by,
+    offset_line,
     prior_line,
     prior_offsets,
     reestimate_batchnorm,
@@ -330,12 +330,14 @@ def test_what_has_no_priors_is_refused() -> None:
 
 
 def test_two_logits_of_two_classes_are_one_apart_at_least() -> None:
-    for half, expected in ((0.9, 0.9), (0.2, 0.5), (-0.1, -0.5), (0.0, -0.5)):
-        offsets = torch.tensor([half, -half])
-        found = line_offsets(offsets, two_classes=True)
-        assert found is not None
-        assert found.tolist() == pytest.approx([expected, -expected])
-        assert (line_offsets(offsets) is None) == (half < 0.2)
+    task = with_offsets(2)
+    for half, expected in ((0.9, 0.9), (0.25, 0.5), (-0.1, -0.5), (0.0, -0.5)):
+        offsets = torch.tensor([half, -half], dtype=torch.float64)
+        line = offset_line(task.adapter, offsets, two_classes=True)
+        assert line is not None
+        moved = torch.tensor([expected, -expected], dtype=torch.float64)
+        torch.testing.assert_close(added(task.adapter, line.at(1.0)), moved.expand(200, 2))
+        assert (offset_line(task.adapter, offsets) is None) == (half < 0.25)
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(1), nn.Sigmoid()])
