@@ -222,8 +222,7 @@ def test_a_search_of_several_outcomes(device: torch.device) -> None:
     run = mo.optimize_metric(task, queries=24)
     assert sum(run.queries.values()) == 24
     assert run.after >= run.before
-    assert run.outcomes is not None
-    assert run.after == min(value for name, value in run.outcomes.values[run.chosen].items() if name != "accuracy")
+    assert run.after == min(value for name, value in run.outcomes[run.chosen].items() if name != "accuracy")
 
 
 def test_ask_and_tell(device: torch.device) -> None:

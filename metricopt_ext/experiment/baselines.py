@@ -251,7 +251,7 @@ def optimizing(
             callback=callback,
         )
         task.adapter.apply(Start(task.origin()))  # the other methods begin from the base
-        end, path = end_of(result.start_of(result.chosen)), result.path if result.finetunes else None
+        end, path = end_of(result.start_of(result.chosen)), None if result.loss_finetune is None else result.path
         yield replace(meter.reached(end), queries_per_start=result.queries_per_start, path=path, result=result)
 
     return Baseline(run)

@@ -384,11 +384,11 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
     sign = task.metric.sign
-    searched = [] if result.finetunes else [sign * cost for cost in result.costs]
+    searched = [] if result.loss_finetune is not None else [sign * cost for cost in result.costs]
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,
-        quality=result.quality,
+        quality=None if result.fit is None else result.fit.f.quality,
         kept=result.chosen,
         setting=result.setting,
         split_half=None if math.isnan(result.split_half) else result.split_half,
@@ -403,7 +403,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         rare=experiment.rare(),
         reading=experiment.reading,
         also=_besides(experiment, result),
-        made_of={} if result.outcomes is None else dict(result.outcomes.pairs(result.chosen)),
+        made_of=result.made_of,
         promised=result.promised,
         settings={} if result.settings is None else dict(result.settings.changes),
         lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),

@@ -20,8 +20,7 @@ from metricopt_ext.methods.guard import (
     best_on_holdout,
     decide,
 )
-from metricopt_ext.methods.outcomes import worst_of
-from metricopt_ext.methods.result import kept, with_so_little_data
+from metricopt_ext.methods.result import kept, with_so_little_data, worst_of
 from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, labelled

@@ -127,7 +127,7 @@ def where_metricopt_began(baseline: Baseline, queries: int | None, seed: int) ->
     def method(earlier: Earlier) -> Planned:
         ours: Reached = earlier["metricopt"][-1]
         budget = ours.queries if queries is None else queries
-        if ours.result is None or ours.result.finetunes:
+        if ours.result is None or ours.result.loss_finetune is not None:
             return Planned(baseline, (budget,), seed)
         candidates = ours.result.candidates
         settings = ours.result.settings  # the first of its values is a start's

@@ -169,8 +169,10 @@ class RunFolder:
         if self.path is None:
             return
         self._check_held()
-        for name, each in result.products().items():
-            each.save(self.path / f"{name}.safetensors")
+        f = None if result.fit is None else result.fit.f
+        for name, learned in (("value_function", f), ("update_rule", result.rule)):
+            if learned is not None:
+                learned.save(self.path / f"{name}.safetensors")
         if task.settings is not None and result.settings is not None:
             save_inference(self.path / INFERENCE, task.settings, result.settings.after)
         write_atomically(self.path / CARD, result.card(task.adapter).encode())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,17 +10,15 @@ from torch import Tensor
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import Constrained, Decision, Guard, KeptShare, Verdict, besides
-from metricopt_ext.methods.outcomes import Outcomes
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.utils.words import counted, decimals
+from metricopt_ext.utils.words import brief, counted, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.gp import GPValueFunction
-from metricopt_ext.value.value_function import Quality, ValueFunction
 
 KEPT = {
     "start": "the model as it was",
@@ -47,7 +45,7 @@ def kept(name: str) -> str:
     return KEPT.get(name, f"the start {name!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What `optimize_metric` did, in the metric's own units.
 
@@ -83,7 +81,9 @@ class Result:
         holdout: Metric on held-out data, by candidate, the guard's own choice last; empty without such data.
         elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
             each in its own units, as far as they are known.
-        outcomes: The outcomes that the metric is made of, by candidate and name; None if it is told as a number.
+        outcomes: The outcomes that the metric is made of, by candidate that was asked and by name, in their own units
+            and the order in which they are combined; empty if it is told as a number.
+        higher: Whether higher is better of all outcomes alike; None if nothing tells.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
         learns: Whether a search learns an f.
@@ -116,15 +116,15 @@ class Result:
     points: Tensor
     costs: tuple[float, ...]
     path: Tensor
-    _: KW_ONLY
-    needed: float | None = None
     guard: Guard
+    needed: float | None = None
     against: str = "start"
     strengths: dict[str, float] = field(default_factory=dict)
     kept_share: KeptShare | None = None
     holdout: dict[str, float] = field(default_factory=dict)
     elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
-    outcomes: Outcomes | None = None
+    outcomes: dict[str, dict[str, float]] = field(default_factory=dict)
+    higher: bool | None = None
     constrained: Constrained | None = None
     settings: TunedSettings | None = None
     learns: bool = True
@@ -141,13 +141,15 @@ class Result:
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins."""
-        spent = ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
         changed = f"{decimals(self.before)} -> {decimals(self.after)}"
         changed += "" if self.loss_finetune is None else f" (loss-only {decimals(self.loss_finetune)})"
         changed += ", unguarded" if self.guard == "none" else ""
-        lines = [f"{self.metric}: {changed}; kept {self.what_was_kept()}", *self.findings()]
-        total = sum(self.queries.values())
-        lines.append(f"queries: {total} ({spent}); another starting point would cost {self.queries_per_start}")
+        total, spent = sum(self.queries.values()), ", ".join(f"{purpose} {n}" for purpose, n in self.queries.items())
+        lines = [
+            f"{self.metric}: {changed}; kept {self.what_was_kept()}",
+            *self.findings(),
+            f"queries: {total} ({spent}); another starting point would cost {self.queries_per_start}",
+        ]
         if self.guard == "none":
             lines.append(
                 "nothing tells how much of the gain is chance: let the metric return (value, (half, half)), its values"
@@ -157,21 +159,21 @@ class Result:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             how = "the best by its value alone" if self.guard == "none" else "as no other surely gains on it"
             lines.append(f"the search began from {kept(self.started_at)}, {how} ({shown})")
-            if self.against != "start":
-                lines.append(
-                    f"{kept(self.against)} had no verdict: it is in force, as it is not surely worse than the model as"
-                    " trained, and the end is judged against it"
-                )
+        if self.against != "start":
+            lines.append(
+                f"{kept(self.against)} had no verdict: it is in force, as it is not surely worse than the model as"
+                " trained, and the end is judged against it"
+            )
         return lines + self.on_search()
 
     def findings(self) -> list[str]:
         """Say what became of all else than the metric, and why the best candidate was not kept."""
-        lines = [] if self.outcomes is None else self.outcomes.lines(self.chosen)
+        lines = [] if self.higher is None else [worst_of(self.made_of, self.higher)]
         lines += besides(self.also, self.constrained)
         lines += [] if self.settings is None else self.settings.lines()
         lines += [] if self.constrained is None else self.constrained.lines(self.chosen, kept)
         if self.best != self.after:
-            lines.append(f"the best candidate has {decimals(self.best)}, but {self.doubt()}")
+            lines.append(f"the best candidate has {decimals(self.best)}, but {self._doubt()}")
         if self.holdout:
             shown = ", ".join(f"{kept(name)} {decimals(value)}" for name, value in self.holdout.items())
             lines.append(f"on the held-out data: {shown}")
@@ -184,17 +186,13 @@ class Result:
             lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
         if self.widened < 1:
             lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
-        if not self.learns:
-            return lines
-        if self.fit is None:
-            return [
-                *lines,
-                "the metric never varied, so there is no value function: modulate more layers, or train first",
-            ]
-        known = self.finetunes and not math.isnan(self.split_half)
-        halves = f"; the metric's halves correlate at {self.split_half:.2f}" if known else ""
-        quality = self.quality or "of unknown quality, as it predicted none of the points"
-        lines.append(f"value function ({self.fit.f.kind}): {quality}{halves}")
+        if self.fit is not None:
+            known = self.loss_finetune is not None and not math.isnan(self.split_half)
+            halves = f"; the metric's halves correlate at {self.split_half:.2f}" if known else ""
+            quality = self.fit.f.quality or "of unknown quality, as it predicted none of the points"
+            lines.append(f"value function ({self.fit.f.kind}): {quality}{halves}")
+        elif self.learns:
+            lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
         if self.promised is not None:
             lines.append(f"the outcomes' own losses promised {self.promised:.0%} of how they varied")
         return lines
@@ -206,7 +204,7 @@ class Result:
             "before": self.before,
             "after": self.after,
             "best": self.best,
-            **parts_to_json({} if self.outcomes is None else self.outcomes.pairs(self.chosen), self.also),
+            **parts_to_json(self.made_of, self.also),
             **({} if self.constrained is None else self.constrained.to_json(self.chosen)),
             "kept": self.chosen,
             "guard": {
@@ -241,20 +239,10 @@ class Result:
         )
 
     @property
-    def finetunes(self) -> bool:
-        """Whether phi followed a path step by step, at no query a step, which a plot along finetuning shows."""
-        return self.loss_finetune is not None
-
-    @property
     def promised(self) -> float | None:
         """Share of how the outcomes varied that their own losses promised; None without promises."""
         f = None if self.fit is None else self.fit.f
         return f.explained if isinstance(f, GPValueFunction) else None
-
-    @property
-    def quality(self) -> Quality | None:
-        """How well f predicts, with errors in the metric's own unit; None if that is not known."""
-        return None if self.fit is None else self.fit.f.quality
 
     @property
     def broken(self) -> dict[str, float]:
@@ -263,6 +251,12 @@ class Result:
         Then no point that was asked satisfies all.
         """
         return {} if self.constrained is None else self.constrained.excess(self.chosen)
+
+    @property
+    def made_of(self) -> dict[str, tuple[float, float | None]]:
+        """The metric's outcomes, by name: of the model as it was, and as it is now, None if that was not asked."""
+        after = self.outcomes.get(self.chosen, {})
+        return {name: (value, after.get(name)) for name, value in self.outcomes.get("start", {}).items()}
 
     @property
     def also(self) -> dict[str, tuple[float, float]]:
@@ -274,23 +268,13 @@ class Result:
         """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""
         return replace(self.candidates[name if name in self.candidates else self.started_at], phi=self.ends[name])
 
-    def products(self) -> dict[str, ValueFunction | UpdateRule]:
-        """Return what was learned, by the names of its files."""
-        learned = {"value_function": None if self.fit is None else self.fit.f, "update_rule": self.rule}
-        return {name: each for name, each in learned.items() if each is not None}
-
-    @property
-    def overruled(self) -> bool:
-        """Whether held-out data prefer another candidate than the guard."""
-        return bool(self.holdout) and self.chosen != list(self.holdout)[-1]
-
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen == "settings":
             start = self.start_of(self.chosen)
-            replaced = len(start.tensors)
-            changed = [*(["phi"] if start.phi.any() else []), *([counted(replaced, "tensor")] if replaced else [])]
-            return f"{kept(self.chosen)}, with {' and '.join(changed)} of a start" if changed else kept(self.chosen)
+            tensors = counted(len(start.tensors), "tensor") if start.tensors else ""
+            changed = " and ".join(filter(None, ("phi" if start.phi.any() else "", tensors)))
+            return kept(self.chosen) + (f", with {changed} of a start" if changed else "")
         if self.chosen != "part" or self.kept_share is None:
             return kept(self.chosen) + self._strength(self.chosen)
         unknown = "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
@@ -299,9 +283,8 @@ class Result:
     def _strength(self, name: str) -> str:
         return f" (t = {self.strengths[name]:.4g})" if name in self.strengths else ""
 
-    def doubt(self) -> str:
-        """Say why the best candidate was not kept."""
-        if self.overruled:
+    def _doubt(self) -> str:
+        if self.holdout and self.chosen != list(self.holdout)[-1]:  # the last is the guard's own choice
             return "the held-out data do not confirm it"
         if self.kept_share is not None:
             return self.kept_share.doubt()
@@ -329,6 +312,23 @@ def parts_to_json(
     return {part: each for part, each in parts.items() if each}
 
 
+def worst_of(pairs: Mapping[str, tuple[float, float | None]], higher: bool, where: str = "") -> str:
+    """Say which outcome is the worst before, and after if that is known.
+
+    Args:
+        pairs: Before and after, by name.
+        higher: Whether higher is better.
+        where: Follows their number, as ``" on validation"``.
+    """
+    parts = []
+    for place, when in enumerate(("before", "after")):
+        known = {name: value for name, pair in pairs.items() if (value := pair[place]) is not None}
+        if known:
+            name = (min if higher else max)(known, key=lambda each: known[each])
+            parts.append(f"{brief(name)} {decimals(known[name])} {when}")
+    return f"{'lowest' if higher else 'highest'} of {len(pairs)} outcomes{where}: {', '.join(parts)}"
+
+
 def outcome(
     metric: Metric, candidates: Mapping[str, Evaluation], decision: Decision, ends: dict[str, Tensor]
 ) -> dict[str, Any]:
@@ -340,8 +340,19 @@ def outcome(
         decision: What it kept.
         ends: End point phi, ``d``, of each candidate.
     """
-    verdict, outcomes = decision.verdict, Outcomes.of(metric.combination, candidates)
-    made_of = set() if outcomes is None else outcomes.values["start"].keys() - metric.subject_to.keys()
+    verdict, combination = decision.verdict, metric.combination
+    outcomes: dict[str, dict[str, float]] = {}
+    higher, made_of = None, set[str]()
+    if combination is not None:
+        outcomes = {
+            name: {part: each.outcomes[part].value for part in combination.names(each.outcomes)}
+            for name, each in candidates.items()
+            if each.outcomes
+        }
+        directions = {combination.directions.get(part) for part in outcomes["start"]}
+        of_function = directions.pop() if len(directions) == 1 else None
+        higher = of_function if callable(combination.combine) else combination.sign < 0
+        made_of = outcomes["start"].keys() - metric.subject_to.keys()
     others = {name: {k: v for k, v in each.also.items() if k not in made_of} for name, each in candidates.items()}
     return {
         "metric": metric.name,
@@ -357,5 +368,6 @@ def outcome(
         "guard": verdict.guard,
         "verdict": verdict,
         "outcomes": outcomes,
+        "higher": higher,
         "elsewhere": {name: each for name, each in others.items() if each},
     }

@@ -236,9 +236,8 @@ def test_several_that_are_logged_make_the_metric() -> None:
     host.validate(before, JUDGED, verbose=False)
     trainer(callbacks=[callback]).fit(module, BATCHES, JUDGED)
     found = {name: float(host.logged_metrics[name]) for name in names}
-    assert callback.run.outcomes is not None
-    assert callback.run.outcomes.values["start"] == pytest.approx(found)
-    assert [*callback.run.outcomes.values["start"]] == names
+    assert callback.run.outcomes["start"] == pytest.approx(found)
+    assert [*callback.run.outcomes["start"]] == names
     assert callback.run.before == pytest.approx(min(found.values()))
     assert callback.run.guard == "halves"
     low = trainer(callbacks=[search(monitor=names, combine="worst", bounds=(0.9, 1.0))])

@@ -127,9 +127,8 @@ def test_a_resumed_run_has_its_outcomes_in_their_order(tmp_path: Path) -> None:
     resumed = searched(again)
     assert torch.equal(resumed.points, whole.points)
     assert resumed.costs == whole.costs
-    assert resumed.outcomes is not None
     assert resumed.outcomes == whole.outcomes
-    assert [*resumed.outcomes.values["search"]] == [*GOALS]
+    assert [*resumed.outcomes["search"]] == [*GOALS]
 
 
 @pytest.mark.parametrize("other", [{"combine": "mean"}, {"combined": ["ape"]}, {"combine": lambda x: x.mean(-1)}])
@@ -173,9 +172,8 @@ def test_a_result_has_each_outcome_before_and_after_and_says_which_is_the_worst(
     told = {"directions": dict.fromkeys(GOALS, False)} if callable(combine) else {}
     run = optimize_metric(task_of(adapter, Asked(adapter), combine=combine, **told), queries=40)
     assert run.chosen == "search"
-    assert run.outcomes is not None
     before, after = distances(torch.zeros(4)), distances(adapter.phi.detach())
-    assert run.outcomes.pairs(run.chosen) == {name: (before[name], after[name]) for name in GOALS}
+    assert run.made_of == {name: (before[name], after[name]) for name in GOALS}
     assert (run.before, run.after) == (max(before.values()), max(after.values()))
     (line,) = (each for each in run.lines() if "of 3" in each)
     assert f"{max(before.values()):.4f}" in line
@@ -193,11 +191,10 @@ def test_what_is_combined_is_not_told_as_something_besides() -> None:
 
     run = optimize_metric(task_of(adapter, function, **settings), queries=40)
     assert [*run.also] == ["size", "ece"]
-    assert run.outcomes is not None
-    assert [*run.outcomes.pairs(run.chosen)] == [*GOALS]
-    assert run.outcomes.higher
+    assert [*run.made_of] == [*GOALS]
+    assert run.higher
     number = task_of(adapter, lambda: 0.5, combine=None)
-    assert optimize_metric(number, queries=30).outcomes is None
+    assert not optimize_metric(number, queries=30).outcomes
 
 
 def test_nothing_is_said_of_the_worst_where_nothing_tells_which_is_worse() -> None:

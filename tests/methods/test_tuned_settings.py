@@ -158,7 +158,6 @@ def test_what_held_out_data_prefer_has_its_own_settings(quadratic: Make) -> None
 
     aside = Metric(other, maximize=False, bounds=None, name="aside")
     result = run(toy.judged(), holdout=aside)
-    assert result.overruled
     assert result.chosen == "start"
     assert result.holdout["settings"] == pytest.approx(result.holdout["start"] + 20)  # judged with their own in force
     assert result.settings is not None
