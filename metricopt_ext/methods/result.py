@@ -157,7 +157,8 @@ class Result:
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
-            how = "the best by its value alone" if self.guard == "none" else "as no other surely gains on it"
+            by_value = self.verdict.guard == "none"  # data held out, which `guard` may name, come after all are asked
+            how = "the best by its value alone" if by_value else "as no other surely gains on it"
             lines.append(f"the search began from {kept(self.started_at)}, {how} ({shown})")
         if self.against != "start":
             lines.append(

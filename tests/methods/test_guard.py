@@ -1094,10 +1094,13 @@ def test_what_is_kept_is_better_on_held_out_data_too(quadratic: Make, strategy: 
 def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Make) -> None:
     task = quadratic()
     near = 0.8 * task.goal
-    result = go(task, starts={"near": Start(near), "far": Start(-3 * task.goal)}, holdout=away_from(near))
+    starts = {"near": Start(near), "far": Start(-3 * task.goal)}
+    result = go(task, starts=starts, holdout=away_from(near))
     assert list(result.holdout) == ["start", "near", "search"]
     assert (result.chosen, result.after) == ("near", result.starts["near"])
     assert torch.equal(task.adapter.phi, near)
+    (began,) = (line for line in result.lines() if line.startswith("the search began"))
+    assert began in go(quadratic(), starts=starts).lines()  # by its value alone, whatever judged the end
 
 
 def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Make, tmp_path: Path) -> None:
