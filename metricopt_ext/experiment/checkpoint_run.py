@@ -226,7 +226,7 @@ class CheckpointRun(ProgramRun):
                 nonlocal said
                 if search.spent >= FIRST and not said:
                     said = True
-                    for line in search.assessment(FIRST).brief():
+                    for line in search.assessment(FIRST).lines():
                         callback.say(line)
                 return
             # One too many stays open, so that --resume tries it again.

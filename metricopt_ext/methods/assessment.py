@@ -5,8 +5,7 @@ All of it is told by points that a search asks anyway, the free starts among the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from statistics import NormalDist, mean
 from typing import NamedTuple
 
@@ -30,8 +29,6 @@ LEVEL = 0.03
 # A gain of so many deviations of chance shows that there is something besides chance, however few points agree. Noise
 # passes the one or the other in 2 to 4% of runs (400 simulated runs of 12 points, of each kind of noise).
 PLAIN: Mapping[Guard, float] = {"halves": 1.8, "repeats": 3.0}
-
-REMEDY = "let the metric return (value, (half, half)), or give it repeats"
 
 # Orders of the points that halves' agreement is compared with.
 ORDERS = 2000
@@ -78,7 +75,6 @@ class Assessment:
         metric: The metric's name.
         before: Metric of the model as it was trained.
         queries: Metric queries that it is told by.
-        guard: What tells a gain from chance; of ``"none"`` nobody can say what a gain is worth.
         reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells, or
             nothing varies.
         smallest: The smallest gain over ``before`` that the guard could accept with these data, at its confidence; the
@@ -97,7 +93,6 @@ class Assessment:
     metric: str
     before: float
     queries: int
-    guard: Guard
     reliability: float
     smallest: float | None
     best_start: str
@@ -115,14 +110,7 @@ class Assessment:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return what ``str`` joins."""
-        first, last = self.brief()
-        if math.isnan(self.reliability):
-            return [first, last]
-        return [first, f"{100 * self.reliability:.0f}% of the variance between points is not chance", last]
-
-    def brief(self) -> list[str]:
-        """Return what a run says of it: what was found, and what to do."""
+        """Return what ``str`` joins: what was found, and what to do."""
         found = [f"{self.metric} {decimals(self.before)} as trained"]
         if self.best_start:
             chance = "" if self.headroom_chance is None else f" (±{decimals(self.headroom_chance)} by chance)"
@@ -202,65 +190,63 @@ def assessed(
     trained, points = evaluated[0].evaluation, [each.evaluation for each in evaluated]
     allowed = [each for each in evaluated[1:] if limits is None or limits.hold(each.evaluation)]
     allowed.sort(key=lambda each: each.evaluation.cost)
-    best, start = {each.kind: each for each in reversed(allowed)}, next((each for each in allowed if each.name), None)
+    best = {each.kind: each for each in reversed(allowed)}
     verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
-    to_start = judge(trained, trained if start is None else start.evaluation, points, confidence)
-    reliability = _reliability(points, to_start.guard)
-    found = Assessment(
-        metric=metric.name,
-        before=trained.value,
-        queries=(len(points) + besides) * metric.repeats,
-        guard=to_start.guard,
-        reliability=reliability,
-        smallest=None if to_start.guard == "none" else smallest_gain(trained, points, confidence),
-        best_start="" if start is None else start.name,
-        headroom=to_start.gain,
-        headroom_chance=to_start.chance,
-        found=max(trained.cost - each.evaluation.cost for each in (evaluated[0], *allowed)),
-        seconds=seconds,
-        recommendation="undecided",
-        reason="",
-    )
-    to_search = queries_to_search(len(points) + besides, dim, reliability, least + besides) * metric.repeats
-    n, said = counted(len(points), "point"), partial(replace, found)
+    start = next((each for each in allowed if each.name), evaluated[0]._replace(name=""))
+    to_start = judge(trained, start.evaluation, points, confidence)
+    reliability, n = _reliability(points, to_start.guard), counted(len(points), "point")
+
+    def said(recommendation: str, reason: str, data: float | None = None) -> Assessment:
+        to_search = queries_to_search(len(points) + besides, dim, reliability, least + besides) * metric.repeats
+        return Assessment(
+            metric=metric.name,
+            before=trained.value,
+            queries=(len(points) + besides) * metric.repeats,
+            reliability=reliability,
+            smallest=None if to_start.guard == "none" else smallest_gain(trained, points, confidence),
+            best_start=start.name,
+            headroom=to_start.gain,
+            headroom_chance=to_start.chance,
+            found=max(trained.cost - each.evaluation.cost for each in (evaluated[0], *allowed)),
+            seconds=seconds,
+            recommendation=recommendation,
+            reason=reason,
+            search_queries=to_search if recommendation == "search" else None,
+            data=data,
+        )
 
     def gains(kind: str) -> str:
         name = best[kind].name
         return f"{f'the start {name!r}' if name else 'a visited point'} gains {decimals(verdicts[kind].gain)}"
 
     if len(points) < TELLING:
-        return said(reason=f"{n} of phi and its starts are too few to tell: ask more queries")
+        return said("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
     if len({each.cost for each in points}) == 1:
-        return said(reason=f"{metric.name} has one value at all of {n}: modulate more layers, or train first")
-    if found.guard == "none":
-        return said(reason=f"a gain can't be told from chance: {REMEDY}")
+        return said("undecided", f"{metric.name} has one value at all of {n}: modulate more layers, or train first")
+    if to_start.guard == "none":
+        remedy = "let the metric return (value, (half, half)), or give it repeats"
+        return said("undecided", f"a gain can't be told from chance: {remedy}")
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
     plain = any(each.gain - each.optimism > PLAIN[each.guard] * (each.chance or 0.0) for each in kept.values())
     if not plain and by_chance(points) >= LEVEL:
-        return said(recommendation="do not", reason=f"the differences between {n} may be chance alone")
+        return said("do not", f"the differences between {n} may be chance alone")
 
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
-    if cheap is None and "phi" in kept:
-        return said(recommendation="search", search_queries=to_search, reason=gains("phi"))
     if cheap is not None:
         if "phi" in best and judge(best[cheap].evaluation, best["phi"].evaluation, points, EXPECTED).accepted:
-            reason = f"one point gains {decimals(verdicts['phi'].gain)}; {gains(cheap)}, and is cheaper"
-            return said(recommendation="search", search_queries=to_search, reason=reason)
-        return said(recommendation=CHEAP[cheap], reason=f"{gains(cheap)}, and no other point more")
+            return said("search", f"{gains('phi')}, more than what is cheaper: {gains(cheap)}")
+        return said(CHEAP[cheap], f"{gains(cheap)}, and no other point more")
+    if "phi" in kept:
+        return said("search", gains("phi"))
 
     if verdicts:
         kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
-        verdict = verdicts[kind]
-        luck = luckiest(len(_distinct(points))) * (verdict.chance or 0.0)
+        verdict, draws = verdicts[kind], len(_distinct(points))
+        # What the largest of so many standard normal draws is expected to be (Blom, 1958, to 0.02).
+        luck = NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * (verdict.chance or 0.0)
         if verdict.gain > max(verdict.optimism, luck) and (more := times_the_data(verdict)) <= MOST_DATA:
-            reason = f"{gains(kind)}, which may be chance"
-            return said(recommendation="more validation data", data=more, reason=reason)
-    return said(recommendation="do not", reason=f"none of {n} that may be kept gains more than by chance")
-
-
-def luckiest(n: int) -> float:
-    """Return what the largest of n standard normal draws is expected to be (Blom, 1958, to 0.02)."""
-    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+            return said("more validation data", f"{gains(kind)}, which may be chance", more)
+    return said("do not", f"none of {n} that may be kept gains more than by chance")
 
 
 def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:

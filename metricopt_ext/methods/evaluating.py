@@ -185,7 +185,7 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
                 of_phi = trial.id + 1 - of_settings
                 if not said and trial.stage != "settings" and of_phi >= min(QUERIES, run.queries - of_settings):
                     said = True
-                    for line in run.assessment(trial.id + 1, loop.seconds).brief():
+                    for line in run.assessment(trial.id + 1, loop.seconds).lines():
                         plan.callback.say(line)
             yield distributed.on_first(run.outcome)
         if moved := run.asking.moved():

@@ -130,9 +130,9 @@ def test_a_runs_folder_tells_without_a_query(alone: tuple[str, list[str], Path],
     folder, again = shutil.copytree(kept, tmp_path / "run"), Shifted(Ledger(QUERIES))
     found = look(again, seed=2, output_dir=folder, resume=True)
     assert (again.calls, found.queries) == (0, QUERIES)
-    assert found.brief()[1:] == worth
+    assert found.lines()[1:] == worth
     assert files_of(folder) == files_of(kept)
-    assert look(again, seed=2).brief()[1:] == worth
+    assert look(again, seed=2).lines()[1:] == worth
     assert again.calls == again.task.metric.ledger.spent == QUERIES  # without a folder it is charged at once
 
 
