@@ -78,7 +78,7 @@ def noisy(
     ids=["normal", "shares of 40"],
 )
 def test_noise_is_left_alone(kinds: Any, draw: Any) -> None:
-    """In the long run 2 to 4% are not (400 other runs of each)."""
+    """In the long run about 4% are not (800 other runs of each)."""
     rng = random.Random(1)
     said = Counter(assessed(metric_of(), noisy(rng, kinds, draw), DIM).recommendation for _ in range(300))
     assert said["do not"] >= 285
