@@ -17,7 +17,6 @@ from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint, fingerprint_of_code, sole_writer
-from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
@@ -210,6 +209,10 @@ def identity_of(
         seed: The run's seed.
     """
     metric, combination = task.metric, task.metric.combination
+    made_of = None
+    if combination is not None:
+        how = fingerprint_of_code(combination.combine) if callable(combination.combine) else combination.combine
+        made_of = [how, combination.combined, sorted(combination.directions.items())]
     bounded = {
         name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
         for name, text in metric.subject_to.items()
@@ -229,17 +232,12 @@ def identity_of(
         "weights": fingerprint(task.adapter.base_state_dict()),
         FIRST_LOSS: first_loss,
         "population": task.at_once,
-        "made of outcomes": combination and _made_of(combination),
+        "made of outcomes": made_of,
         "subject to": bounded or None,
         "gradients": None if task.gradients is None else fingerprint({"gradients": task.gradients}),
         "settings of inference": None if task.settings is None else task.settings.identity(),
     }
     return {key: value for key, value in content.items() if value is not None}
-
-
-def _made_of(combination: Combination) -> list[Any]:
-    how, told = combination.combine, sorted(combination.directions.items())
-    return [fingerprint_of_code(how) if callable(how) else how, combination.combined, told]
 
 
 def _identity_of_start(start: Start | StartLine) -> Any:
@@ -293,9 +291,8 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
     elif changed:
         changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
         said = (
-            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; put them to use"
-            f" by settings.applied(mo.load_inference({str(file)!r})), of the Settings that the run had, or give these"
-            " to load_run, settings=, which sets what the model can hold"
+            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; give the run's"
+            f" Settings to load_run, settings=, or apply them by settings.applied(mo.load_inference({str(file)!r}))"
         )
     if said:
         warnings.warn(said, stacklevel=2)
@@ -304,20 +301,16 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
 
 def _finished(folder: Path) -> Path:
     """Return the folder of the one run that a folder holds, which must have finished."""
-    if (folder / ADAPTER).exists():
-        return folder
     seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
-    if len(seeds) > 1:
-        names = ", ".join(f"{each.name}{'' if (each / ADAPTER).exists() else ' (unfinished)'}" for each in seeds)
+    places = [folder, *seeds, folder / "search"]  # the last as Detectron2's tools name it
+    finished = [each for each in places if (each / ADAPTER).exists()]
+    if len(seeds) > 1 and folder not in finished:
+        names = ", ".join(f"{each.name}{'' if each in finished else ' (unfinished)'}" for each in seeds)
         raise FileFormatError(f"{folder} holds several seeds, each with a model of its own; name one of {names}")
-    known = any((folder / name).exists() for name in (IDENTITY, SETTINGS, TRAJECTORIES, EVALUATIONS))
-    if not seeds and not known and (folder / "search").is_dir():  # as Detectron2's tools name it
-        seeds = [folder / "search"]
-    if seeds:
-        return _finished(seeds[0])
-    if not known and not (folder.match(SEEDS) and folder.is_dir()):
-        raise FileFormatError(f"{folder} holds no run: it has neither {IDENTITY} nor folders {SEEDS}")
-    raise FileFormatError(
-        f"{folder} holds an unfinished run: {ADAPTER}, which is written last, is missing; finish it with the arguments"
-        " of before and resume=True, or --resume of a tool"
-    )
+    if not finished:
+        raise FileFormatError(
+            f"{folder} holds no finished run: neither {ADAPTER}, which is written last, nor a folder {SEEDS} with it;"
+            f" if a run was begun there, which {IDENTITY} shows, finish it with the arguments of before and"
+            " resume=True, or --resume of a tool"
+        )
+    return finished[0]
