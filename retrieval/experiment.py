@@ -24,7 +24,7 @@ from metricopt_ext.experiment.method import Method
 from metricopt_ext.experiment.siblings import EmbedderSiblingsConfig, plot_histories, training
 from metricopt_ext.experiment.usual_methods import planned
 from metricopt_ext.experiment.whole_network import FEWEST_CLASSES, LabelParts, held_third
-from metricopt_ext.methods.folder import ADAPTER
+from metricopt_ext.methods.folder import ADAPTER, CARD
 from metricopt_ext.methods.soups import Training
 from metricopt_ext.retrieval.build import attach, class_batches, embedder, steps_of, untrained
 from metricopt_ext.retrieval.config import RetrievalConfig
@@ -48,7 +48,7 @@ from metricopt_ext.tasks.settings import Settings, Values
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.config import config_section
 from metricopt_ext.utils.device import choose_device
-from metricopt_ext.utils.files import write_json
+from metricopt_ext.utils.files import write_atomically, write_json
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.seeding import generator
 from metricopt_ext.utils.words import counted
@@ -264,7 +264,7 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         super().save_tuned()
 
     def _merged(self) -> Start:
-        """Return what was kept, its whitening merged; then the adapter and the settings on file are those, too."""
+        """Return what was kept, its whitening merged; then the adapter, settings and card on file say so, too."""
         adapter, file = self.task.adapter, self.folder / INFERENCE
         start, settings, values = adapter.as_start(), self.task.settings, load_inference(file) if file.exists() else {}
         if not isinstance(settings, RetrievalSettings) or not values.get("whitening"):
@@ -278,6 +278,8 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         adapter.apply(start)
         (self.folder / ADAPTER).unlink()  # which says that the run has finished: never with both
         save_inference(file, settings, {**values, "whitening": 0.0})
+        merged = "The whitening is merged into the tensors of the adapter, and so no setting any more.\n"
+        write_atomically(self.folder / CARD, (self.folder / CARD).read_bytes() + b"\n" + merged.encode())
         adapter.save(self.folder / ADAPTER)
         return start
 

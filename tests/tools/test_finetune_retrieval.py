@@ -354,6 +354,7 @@ def test_a_whitening_that_is_kept_is_merged_and_no_setting_then(tmp_path: Path) 
     assert ["replaced" in each for each in asked[:3]] == [False, False, True]
     before, after = load_file(folder / "model.safetensors"), load_file(folder / "tuned.safetensors")
     assert load_inference(folder) == {"whitening": 0.0, "covariance": "all", "augmentation": 0}
+    assert "merged" in (folder / "README.md").read_text()
     assert not torch.equal(before["trunk.head.weight"], after["trunk.head.weight"])
 
 
