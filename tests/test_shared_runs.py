@@ -108,7 +108,7 @@ def run(name):
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
             "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.holdout,
             "settings": run.settings and (run.settings.changed, run.settings.tried),
-            "advice": first and first.advice, **{f"end {name}": end for name, end in run.ends.items()}}
+            "advice": first and first.lines()[1], **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)
     if fit is not None:
         kept |= {f"f {name}": value for name, value in fit.f.state_dict().items()}

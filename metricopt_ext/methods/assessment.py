@@ -120,16 +120,10 @@ class Assessment:
         found.append(f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}{each}")
         if self.smallest is not None:
             found.append(f"the guard needs {decimals(self.smallest)}")
-        return ["; ".join(found), f"worth it? {self.advice}: {self.reason}"]
-
-    @property
-    def advice(self) -> str:
-        """The recommendation with its number."""
-        if self.search_queries is not None:
-            return f"search with {counted(self.search_queries, 'query')}"
-        if self.data is not None:
-            return f"more validation data, {self.data:.1f} times as much"
-        return self.recommendation
+        advice = self.recommendation
+        advice += "" if self.search_queries is None else f" with {counted(self.search_queries, 'query')}"
+        advice += "" if self.data is None else f", {self.data:.1f} times as much"
+        return ["; ".join(found), f"worth it? {advice}: {self.reason}"]
 
 
 def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> str:
@@ -141,17 +135,17 @@ def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> str
         point: phi, and what its start replaces.
         started: Where the search began whose own point it is; None of a start.
     """
-    moved = point.phi.clone() if started is None else point.phi - started.phi
-    anywhere, alone = bool(moved.any()), len(moved[adapter.offsets]) == len(moved)
-    moved[adapter.offsets] = 0
+    moved = point.phi if started is None else point.phi - started.phi
+    offsets = moved[adapter.offsets]
+    offsets_alone = bool(offsets.any()) and int(offsets.count_nonzero()) == int(moved.count_nonzero())
     if started is not None:
-        return "phi" if alone or moved.any() or not anywhere else "offsets"
+        return "offsets" if offsets_alone and len(offsets) < len(moved) else "phi"
     weights = any(name in point.tensors for name, _ in adapter.model.named_parameters())
-    if weights or moved.any() or (point.tensors and anywhere):
+    if weights or (moved.any() and (point.tensors or not offsets_alone)):
         return "phi"
     if point.settings:
         return "settings"
-    return "batchnorm" if point.tensors else "offsets" if anywhere else "trained"
+    return "batchnorm" if point.tensors else "offsets" if offsets_alone else "trained"
 
 
 def assessed(

@@ -216,7 +216,9 @@ LABELS = torch.tensor([[1, 0], [0, 0], [1, 1], [1, 0]])  # shares of 3/4 and 1/4
     ("target", "labels", "expected"),
     [
         (Target("classes", 2), torch.tensor([0, 0, 0, 1]), [-math.log(3) / 2, math.log(3) / 2]),
-        (Target("classes", 2), torch.tensor([0, 0, 1, 1]), [-0.5, 0.5]),
+        (Target("classes", 2), torch.tensor([0, 0, 1, 1]), [-0.5, 0.5]),  # a threshold moves by one at least
+        (Target("classes", 2), torch.tensor([0, 0, 0, 1, 1]), [-0.5, 0.5]),
+        (Target("classes", 2), torch.tensor([0, 0, 1, 1, 1]), [0.5, -0.5]),
         (Target("multilabel", 2), LABELS, [-math.log(3), math.log(3)]),
         (Target("classes", 2), torch.tensor([0, 0, 0, 0]), None),  # no prior
         (Target("multilabel", 2), LABELS[:1], None),

@@ -169,7 +169,8 @@ def test_the_start_that_holds_the_gain_is_named(starts: Any, said: str) -> None:
 
 def test_a_point_beyond_the_start_asks_for_a_search() -> None:
     found = assessed(metric_of(), case([0.5, 0.5, 0.49, 0.6, 0.7, *SPREAD[:-1], 0.8]), DIM)
-    assert found.advice == "search with 40 queries"
+    assert (found.recommendation, found.search_queries) == ("search", 40)
+    assert "search with 40 queries" in str(found)
 
 
 def test_a_gain_that_the_guard_refuses_asks_for_data() -> None:

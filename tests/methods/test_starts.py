@@ -30,7 +30,6 @@ from metricopt_ext.methods.starts import (
     em_prior_start,
     em_priors,
     moved_by,
-    offset_line,
     prior_line,
     prior_offsets,
     reestimate_batchnorm,
@@ -327,17 +326,6 @@ def test_what_has_no_priors_is_refused() -> None:
         metric=Metric(lambda model: 0.0, maximize=True),
     )
     assert_refused(lambda: prior_line(plain, [1, 1, 1]), AdapterError, "phi", "outputs=Outputs()")
-
-
-def test_two_logits_of_two_classes_are_one_apart_at_least() -> None:
-    task = with_offsets(2)
-    for half, expected in ((0.9, 0.9), (0.25, 0.5), (-0.1, -0.5), (0.0, -0.5)):
-        offsets = torch.tensor([half, -half], dtype=torch.float64)
-        line = offset_line(task.adapter, offsets, two_classes=True)
-        assert line is not None
-        moved = torch.tensor([expected, -expected], dtype=torch.float64)
-        torch.testing.assert_close(added(task.adapter, line.at(1.0)), moved.expand(200, 2))
-        assert (offset_line(task.adapter, offsets) is None) == (half < 0.25)
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(1), nn.Sigmoid()])
