@@ -19,6 +19,7 @@ from metricopt_ext.methods.guard import (
     best_on_holdout,
     decide,
     kept_share,
+    surely_gains,
 )
 from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
@@ -81,14 +82,18 @@ def decided(
         known = began.starts[name].of_the_same(began.at)  # f is of the model with its tensors
         return end.gain_over(began.starts[name].phi) if known else math.inf
 
+    visited, against, started = [*end.evaluations, *(began.elsewhere if began.lines else ())], began.against, began.name
+    if started not in (against, SETTINGS, *began.lines):  # it was taken by what few points told of chance
+        told = [*candidates.values(), *visited]
+        started = started if surely_gains(candidates[against], candidates[started], told, confidence) else against
     decision = decide(
         candidates,
-        [*end.evaluations, *(began.elsewhere if began.lines else ())],
+        visited,
         confidence,
         gain_by_f,
         CLIMBED[task.metric.combination is not None] * end.climbed,
-        against=began.against,
-        started=began.name,
+        against=against,
+        started=started,
         lines=began.lines,
         limits=limits,
     )

@@ -47,7 +47,6 @@ class CostScale:
         self.ledger: Ledger = ledger or Ledger()
         self.combination: Combination | None = combination
         self._combined: tuple[str, ...] = ()  # what is, once it is known
-        self._pairs = 0  # of halves, how many there are, once known
 
     @property
     def sign(self) -> int:
@@ -99,9 +98,8 @@ class CostScale:
         value, pairs = self.combination.value_of(outcomes)
         return Outcome(self.checked(value), self.checked_pairs(pairs))
 
-    def remember(self, outcomes: Mapping[str, Outcome], pairs: Pairs = ()) -> None:
-        """Take the names, and the number of pairs of halves, that were told: they stay the same from now on."""
-        self._pairs = len(pairs) or self._pairs
+    def remember(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Take the names that were told: those of what is combined stay the same from now on."""
         if self.combination is not None:
             self._combined = self.combination.names(outcomes)
 

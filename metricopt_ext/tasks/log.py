@@ -214,7 +214,7 @@ class Log:
         self.entries |= {each.id: each for each in entries}
         for each in entries:
             if each.value is not None:
-                self._scale.remember(each.outcomes or {}, each.pairs)
+                self._scale.remember(each.outcomes or {})
 
     def _write(self, contents: Sequence[Any]) -> None:
         if self.path is None:
@@ -274,7 +274,7 @@ class Log:
                 made = self._scale.combined_of(found.outcomes).value
                 if abs(made - found.value) > SAME * max(1.0, abs(made)):
                     raise ValueError(f"evaluation {entry.id} is {found.value}, and its outcomes make {made}")
-            self._scale.remember(found.outcomes, found.pairs)
+                self._scale.remember(found.outcomes)
         self.entries[entry.id] = entry
 
 

@@ -377,6 +377,21 @@ def test_of_a_single_division_all_that_was_asked_tells_chance() -> None:
     assert chosen({"trained": trained, "lucky": lucky, **others}) == "trained"
 
 
+@pytest.mark.parametrize(("apart", "kept"), [(0.002, "near"), (0.1, "start")])
+def test_a_start_is_kept_only_if_it_surely_gains_by_all_that_was_asked(
+    apart: float, kept: str, quadratic: Make
+) -> None:
+    """Two halves that agree by luck let a search begin there; those of the points that follow may not agree."""
+    told = [(0.5, (0.5, 0.5)), (0.52, (0.521, 0.519))]
+    for at in range(28):
+        off = apart * (-1) ** at
+        told.append((0.4 - at / 1000, (0.4 - at / 1000 + off, 0.4 - at / 1000 - off)))
+    answers, task = iter(told), quadratic()
+    task = task.judged_by(Metric(lambda: next(answers), maximize=True, name="lucky"))
+    result = go(task, strategy=RandomSearch(), starts={"near": Start(0.1 * task.goal)})
+    assert (result.started_at, result.chosen) == ("near", kept)
+
+
 def test_of_plain_numbers_and_of_repeats() -> None:
     assert chosen({"trained": Evaluation(50.0), "prior": Evaluation(49.9)}) == "prior"
     noisy = {"trained": Evaluation(50.0, noise=1.0), "prior": Evaluation(49.0, noise=1.0)}
