@@ -309,7 +309,7 @@ def test_other_searches_take_the_task_as_it_is(device: torch.device) -> None:
 
 def test_assess(device: torch.device) -> None:
     task = task_of(ADAPTERS["film and outputs"](network(device)), device)
-    assert mo.assess(task, queries=12).advice
+    assert mo.assess(task, queries=12).recommendation
 
 
 @pytest.mark.parametrize("distance", ["l2", "ip", "cosine"])

@@ -1,5 +1,6 @@
 """Ask and tell: a search whose points anybody may evaluate, in this process or elsewhere, today or tomorrow."""
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,7 @@ from metricopt_ext.tasks.settings import Value
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.numbers import number_of
-from metricopt_ext.utils.words import brief
+from metricopt_ext.utils.words import brief, counted
 
 # Which trial each model is at, by what holds its phi.
 _APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -246,6 +247,12 @@ class Search:
                 evaluation.check()
         except (MetricError, TypeError) as wrong:
             raise ValueError(str(wrong)) from wrong
+        before = {len(each.pairs) for each in self._asking.log.entries.values() if each.pairs}
+        if own.pairs and before and len(own.pairs) not in before:
+            raise ValueError(
+                f"trial {id} is told {counted(len(own.pairs), 'pair')} of halves, but others {before.pop()}; divide the"
+                " data in the same ways for all"
+            )
         self._asking.tell(id, evaluation)
 
     def fail(self, id: int, reason: str = "") -> None:
@@ -326,16 +333,19 @@ class Search:
 
 def _task_of(task: FinetuneTask | Adapter, gradients: Tensor | None, of_metric: dict[str, Any]) -> FinetuneTask:
     """Return the task itself; or that of an adapter, with a metric that is told (`Search`)."""
+    if strange := sorted(of_metric.keys() - inspect.signature(Metric).parameters.keys()):
+        raise TypeError(f"{strange[0]!r} is no argument of Search, nor of Metric")
+    given = {name: each for name, each in of_metric.items() if each is not None}
     if isinstance(task, FinetuneTask):
-        if gradients is not None or of_metric:
-            one = next(iter(of_metric), "gradients")
+        if gradients is not None or given:
+            one = next(iter(given), "gradients")
             raise ValueError(f"{one} is given beside a task, whose metric has its own; leave it out")
         return task
     if not isinstance(task, Adapter):
         raise ValueError(f"task is {brief(task)}; it must be a FinetuneTask, or the Adapter that attach_film returns")
-    if "maximize" not in of_metric:
+    if "maximize" not in given:
         raise ValueError("maximize is missing: say whether higher values are better, maximize=True or maximize=False")
-    metric = Metric(_told_from_outside, **{"name": "metric", "bounds": None} | of_metric)
+    metric = Metric(_told_from_outside, **{"name": "metric", "bounds": None} | given)
     return FinetuneTask(task, metric=metric, gradients=gradients)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metricopt_ext.errors import RankError
 from metricopt_ext.methods.assessment import QUERIES
+from metricopt_ext.methods.guard import held_back
 from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.run import Held, SearchRun
 from metricopt_ext.methods.strategy import Plan
@@ -172,14 +173,16 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
         WeightsError: As from `FinetuneTask.keeping_weights`.
         ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric`.
     """
-    if [plan.queries, *later] != sorted({plan.queries, *later}):
-        raise ValueError(f"checkpoints are {[plan.queries, *later]}; they must be one or more numbers that ascend")
-    run = SearchRun(plan, kept or Log(None, plan.task.metric))
+    metric, numbers = plan.task.metric, [each // plan.task.metric.repeats for each in (plan.queries, *later)]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"queries are {[plan.queries, *later]}; they must ascend, by the metric's repeats at least")
+    metric.ledger.require((numbers[-1] + len(later) * (1 + held_back(plan.strategy, metric))) * metric.repeats)
+    run = SearchRun(plan, kept or Log(None, metric))
     with begun(run, plan.callback) as loop:
         said, of_settings = False, 0
-        for number in (None, *later):
-            if number is not None:
-                run.queries = number // plan.task.metric.repeats
+        for number in numbers:
+            if number != numbers[0]:
+                run.queries = number
             for trial in loop.trials():
                 of_settings += trial.stage == "settings"
                 of_phi = trial.id + 1 - of_settings

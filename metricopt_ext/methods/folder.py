@@ -302,7 +302,8 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
 def _finished(folder: Path) -> Path:
     """Return the folder of the one run that a folder holds, which must have finished."""
     seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
-    places = [folder, *seeds, folder / "search"]  # the last as Detectron2's tools name it
+    own = (folder / IDENTITY).exists()
+    places = [folder, *seeds, *([] if own else [folder / "search"])]  # the last as Detectron2's tools name it
     finished = [each for each in places if (each / ADAPTER).exists()]
     if len(seeds) > 1 and folder not in finished:
         names = ", ".join(f"{each.name}{'' if each in finished else ' (unfinished)'}" for each in seeds)

@@ -172,7 +172,7 @@ def decide(
     judged = candidates if ruled else holding
     was, kept = candidates[against], started if started in judged and started not in lines else against
     for name in judged:
-        if name not in lines or name == against:
+        if name not in lines:
             continue
         sure = judge(was, candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted
         by_f = predicted(kept) - predicted(name)

@@ -24,7 +24,6 @@ from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.undone import undone_if_cut_short
-from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import brief, counted
 
 
@@ -166,17 +165,16 @@ def assess(
     """
     repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
     queries = QUERIES + of_settings * repeats if queries is None else queries
-    plan = Plan.of(task, queries=None, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed)
+    given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
+    plan = Plan.of(task, queries=queries, strategy=strategy, **given, endless=True)
     if not plan.strategy.anytime:
         raise ValueError(
             f"what {brief(strategy)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
         )
-    check_integer(0, queries=queries)
     fixed = sum(isinstance(each, Start) for each in plan.starts.values())
     if queries < (least := (fixed + of_settings + 1) * repeats):
         beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
-    task.metric.ledger.require(queries)
     with taken(plan, output_dir, resume, callback) as plan:
         log, most = plan.folder.log(task.metric), queries // repeats
         plan.callback.on_file(min(queries, log.answered * repeats))

@@ -1,4 +1,4 @@
-"""A run on a metric as one generator: starts, lines of them, settings of inference, and the search from the best."""
+"""A run on a metric as one generator: starts, lines of them, settings of inference, and the search from one of them."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -13,7 +13,7 @@ from metricopt_ext.methods.ending import Began, decided, guarded
 from metricopt_ext.methods.guard import chosen_start, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import divided
-from metricopt_ext.methods.strategy import OUT_OF_SIGHT, Plan
+from metricopt_ext.methods.strategy import Plan
 from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.search.asking import Asking, Batch, Run, labelled
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage, along_line, planned_lines
@@ -23,6 +23,9 @@ from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.utils.words import counted
+
+# A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
+OUT_OF_SIGHT = 1_000_000
 
 
 class Held:
@@ -69,9 +72,8 @@ class SearchRun:
     def __init__(self, plan: Plan, log: Log) -> None:
         self.task, task = plan.task, plan.task
         self.strategy: SearchStrategy = plan.strategy
-        evaluations, endless = plan.queries // task.metric.repeats, plan.queries == OUT_OF_SIGHT
-        self.queries, *self._later = [evaluations] if endless else log.sit(evaluations)
-        self.planned = evaluations if endless else log.sittings[0].budget
+        self.queries, *self._later = [OUT_OF_SIGHT] if plan.endless else log.sit(plan.queries // task.metric.repeats)
+        self.planned = OUT_OF_SIGHT if plan.endless else log.sittings[0].budget
         self.starts, self._lines = divided(plan.starts)
         self.evaluated: dict[str, Evaluation] = {}
         self.points: list[Point] = []

@@ -167,9 +167,9 @@ def soup_starts(
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
     with ExitStack() as temporary:
         if checkpoints is not None:
-            several = [] if isinstance(checkpoints, str | Path) else checkpoints
+            several = [] if isinstance(checkpoints, str | Path) else list(checkpoints)
             files = [Path(each) for each in several if isinstance(each, str | Path)]
-            if len(set(files)) < max(2, len(checkpoints)):
+            if len(set(files)) < max(2, len(several)):
                 raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more, each once")
         else:
             check_integer(2, finetunes=finetunes)

@@ -19,9 +19,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_instance, check_integer
 from metricopt_ext.utils.words import and_more, brief
 
-# A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
-OUT_OF_SIGHT = 1_000_000
-
 
 class LearningStrategy(ABC):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
@@ -84,6 +81,7 @@ class Plan:
         confidence: How sure the guard must be, at least 0.5 and below 1.
         seed: Seed of all draws.
         size: What the strategy's ``size`` makes of the budget.
+        endless: Whether it is of the first queries of a run whose end is out of sight.
         folder: Keeps the run's work.
         callback: Notified of progress.
     """
@@ -95,6 +93,7 @@ class Plan:
     confidence: float
     seed: int
     size: dict[str, int]
+    endless: bool = False
     folder: RunFolder = field(default_factory=lambda: RunFolder(None, {}))
     callback: Callback = field(default_factory=Callback)
 
@@ -103,21 +102,23 @@ class Plan:
         cls,
         task: FinetuneTask,
         *,
-        queries: int | None,
+        queries: int,
         strategy: Strategy | None = None,
         starts: Mapping[str, Start | StartLine] | None = None,
         guard_confidence: float = CONFIDENCE,
         seed: int = 0,
+        endless: bool = False,
     ) -> "Plan":
         """Check what `optimize_metric` is asked for, as far as it can be known before a model is trained.
 
         Args:
             task: Has phi's dimension, and the metric's budget; one without a loss will do.
-            queries: See `optimize_metric`, as for all others; None for a budget out of sight.
+            queries: See `optimize_metric`, as for all others.
             strategy: The strategy; by default a guided search.
             starts: The starts, of which copies are made, as the model's own phi may be among them.
             guard_confidence: The guard's confidence.
             seed: The seed.
+            endless: Whether these are the first queries of a run whose end is out of sight.
 
         Raises:
             ValueError, BudgetError, AdapterError: As from `optimize_metric`.
@@ -130,17 +131,15 @@ class Plan:
                 f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a"
                 " learner, e.g. Recipe()"
             )
-        check_integer(0, queries=0 if queries is None else queries, seed=seed)
+        check_integer(0, queries=queries, seed=seed)
         deviates(guard_confidence)  # refuses what is out of range
         candidates = all_starts(task, starts or {})
         if isinstance(strategy, LearningStrategy):
             _check_learner(task, strategy, [*candidates][1:])
-        if queries is None:
-            queries = OUT_OF_SIGHT
-        else:
-            task.metric.ledger.require(queries)
-        size = _sized(task, queries, strategy, sum(isinstance(each, Start) for each in candidates.values()))
-        return cls(task, queries, strategy, candidates, guard_confidence, seed, size)
+        task.metric.ledger.require(queries)
+        fixed = sum(isinstance(each, Start) for each in candidates.values())
+        size = {} if endless else _sized(task, queries, strategy, fixed)
+        return cls(task, queries, strategy, candidates, guard_confidence, seed, size, endless)
 
     def identity(self, **besides: Any) -> dict[str, Any]:
         """Return what tells the run from others (`identity_of`), with what it depends on besides."""
@@ -153,7 +152,7 @@ def _check_learner(task: FinetuneTask, strategy: LearningStrategy, starts: list[
     """Refuse what a search alone has a use for."""
     who = type(strategy).__name__
     if starts:
-        raise ValueError(f"starts are {starts}; only a search begins from the best of several")
+        raise ValueError(f"starts are {starts}; only a search begins from one of several")
     if task.settings is not None and task.settings.queries:
         raise ValueError(
             f"the task has settings of inference, {and_more(task.settings.names)}, which {who} does not tune; search by"
@@ -165,11 +164,11 @@ def _check_learner(task: FinetuneTask, strategy: LearningStrategy, starts: list[
 def _sized(task: FinetuneTask, queries: int, strategy: Strategy, starts: int) -> dict[str, int]:
     """Return what follows from a budget, of which some queries may be held back."""
     repeats, said = task.metric.repeats, ""
-    held = held_back(strategy, task.metric) if isinstance(strategy, SearchStrategy) else 0
     try:
         size = strategy.size(queries // repeats, task.dim, starts)
-        said = f"; of {queries // repeats}, one is held back for the value of what is kept, as classes are new"
-        strategy.size(queries // repeats - held, task.dim, starts)
+        if isinstance(strategy, SearchStrategy) and held_back(strategy, task.metric):
+            said = f"; of {queries // repeats}, one is held back for the value of what is kept, as classes are new"
+            strategy.size(queries // repeats - 1, task.dim, starts)
     except BudgetError as error:
         if repeats > 1:
             said += f" (each an evaluation of {repeats} queries: its repeats)"

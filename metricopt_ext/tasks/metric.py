@@ -154,6 +154,7 @@ class Metric(CostScale):
         self.callbacks: list[OnQuery] = []
         self.log: Log | None = None
         self._lacked = False
+        self._pairs = 0  # how many it reports, once known
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -294,7 +295,10 @@ class Metric(CostScale):
             raise MetricError(f"metric {self.name!r} returned {doubled[0]!r}, which also= has too; leave one out")
         told |= {name: self._returned(name, model, settings) for name in self._needed if name in self.also}
         outcomes = self.read(told)
-        self.remember({name: each for name, each in outcomes.items() if name != self.name}, outcomes[self.name].pairs)
+        self.remember({name: each for name, each in outcomes.items() if name != self.name})
+        if (pairs := outcomes[self.name].pairs) and self._pairs not in (0, len(pairs)):
+            raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
+        self._pairs = len(pairs) or self._pairs
         return outcomes
 
     def read(self, told: Mapping[Any, Any], *, noisy: bool = False) -> dict[str, Outcome]:
@@ -302,10 +306,11 @@ class Metric(CostScale):
 
         Args:
             told: Numbers by name, each perhaps with halves.
-            noisy: Whether each may be ``(number, halves or None, standard error)`` as well.
+            noisy: Whether it is told from outside: each may be ``(number, halves or None, standard error)`` as well,
+                and halves are finite numbers.
 
         Raises:
-            MetricError: One is missing, or no such number; or the metric has another number of pairs than before.
+            MetricError: One is missing, or no such number.
         """
         own = () if self.combination else (self.name,)
         if lacking := [name for name in (*own, *self._needed) if name not in told]:
@@ -317,8 +322,6 @@ class Metric(CostScale):
             )
         outcomes = {name: self._outcome(name, each, noisy) for name, each in told.items()}
         value, pairs, noise = outcomes.pop(self.name) if self.combination is None else self.combined_of(outcomes)
-        if pairs and self._pairs not in (0, len(pairs)):
-            raise MetricError(f"metric {self.name!r} has {len(pairs)} pairs of halves; give {self._pairs}, as before")
         return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs), noise)}
 
     def named(self, returned: Any) -> dict[Any, Any]:
@@ -369,14 +372,14 @@ class Metric(CostScale):
         try:
             value, halves, noise = given if noisy and len(given) == 3 else (*given, None)
             value, noise = number_of(value), None if noise is None else number_of(noise)
-            pairs = () if halves is None or isinstance(halves, str) else pairs_of(halves)
+            pairs = () if halves is None or (isinstance(halves, str) and not noisy) else pairs_of(halves)
         except (TypeError, ValueError) as error:
             raise MetricError(
                 f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give a number, or (number, (half, half))"
                 + ", or (number, halves or None, noise)" * noisy
-                + "; several numbers by name are for combine='worst'" * isinstance(given[0], Mapping)
+                + "; several numbers by name are for combine='worst'" * isinstance(next(iter(given), None), Mapping)
             ) from error
-        if any(map(math.isnan, chain(*pairs))):
+        if any(map(math.isnan, chain(*pairs))) and not noisy:
             pairs, halves = (), "it is nan on a half of its data"
         if not isinstance(name, str) or not all(map(math.isfinite, (value, *chain(*pairs)))):
             raise MetricError(

@@ -95,6 +95,11 @@ def search(shifted: Shifted, queries: int = 30, **options: Any) -> Any:
 # --- The queries ------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_shown_is_of_its_own_queries(capsys: pytest.CaptureFixture[str]) -> None:
+    look(Shifted(), callback=None)
+    assert f"of {QUERIES} queries" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Path]:
     """A search of 30 queries that nothing came before: its result, what it said of its worth, its folder."""

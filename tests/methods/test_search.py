@@ -159,6 +159,14 @@ def test_what_is_given_up_is_replaced(quadratic: Make) -> None:
     assert search.result().costs == (1.0, 1.0, 3.0, 4.0, 5.0, 0.25)
 
 
+def test_searches_of_one_task_may_divide_its_data_differently(quadratic: Make) -> None:
+    task = quadratic()
+    for pairs in (((1.0, 1.5),), ((1.0, 1.5), (0.5, 2.0))):
+        search = Search(task, 40)
+        search.ask()
+        search.tell(0, 1.25, halves=pairs)
+
+
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 
@@ -169,6 +177,8 @@ def test_what_is_given_up_is_replaced(quadratic: Make) -> None:
         ({"maximize": True}, ValueError, ("maximize",)),
         ({"subject_to": {"along": ">= 0"}}, ValueError, ("subject_to",)),
         ({"queries": 90, "strategy": Recipe()}, ValueError, ()),
+        ({"queries": None}, ValueError, ("queries", "None")),
+        ({"guard_confidense": 0.9}, TypeError, ("guard_confidense",)),
     ],
 )
 def test_bad_arguments_are_refused(quadratic: Make, arguments: Any, error: Any, names: tuple[str, ...]) -> None:
@@ -203,6 +213,10 @@ def test_what_can_be_no_answer_changes_nothing(quadratic: Make, tmp_path: Path) 
         (lambda: search.tell(0, 1.0, halves=(1.0, 60.0)), ()),
         (lambda: search.tell(0, 1.0, halves=(1.0,)), ("halves", "None")),
         (lambda: search.tell(0, 1.0, halves=((1.0, 0.5), 0.5)), ("halves",)),
+        (lambda: search.tell(0, 1.0, halves=(math.nan, 1.0)), ("nan",)),
+        (lambda: search.tell(0, 1.0, halves="none"), ("none",)),
+        (lambda: search.tell(0, 1.0, outcomes={"f1": (0.5, (math.nan, 0.5))}), ("f1", "nan")),
+        (lambda: search.tell(0, 1.0, outcomes={"distance": 0.5}), ("distance",)),
         (lambda: search.tell(0, None), ("None", "halves")),
         (lambda: search.tell(0, 1.0, noise=-1.0), ("noise", "-1.0")),
         (lambda: search.fail(0, "killed"), ("0", "killed")),
