@@ -24,7 +24,7 @@ BATCH_NOTE = "batch queries: further evaluations of the metric, on batches of sc
 IN_USE = "value function in use"
 DIGITS = 4  # after the point, of a metric
 PARTS = ("validation", "test")
-FROM_OUR_START = ("metricopt", "guided_es", "cma_es")  # from the best free start, as MetricOpt's search
+FROM_OUR_START = ("metricopt", "guided_es", "cma_es")  # from the start that was chosen, as MetricOpt's search
 HEADER = ["method", "validation", "test", "queries", "per start", "seconds"]
 
 

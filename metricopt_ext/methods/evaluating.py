@@ -171,7 +171,8 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
 
     Raises:
         WeightsError: As from `FinetuneTask.keeping_weights`.
-        ValueError, BudgetError, AdapterError, MetricError: As from `optimize_metric`.
+        ValueError: The numbers do not ascend.
+        BudgetError, AdapterError, MetricError: As from `optimize_metric`.
     """
     metric, numbers = plan.task.metric, [each // plan.task.metric.repeats for each in (plan.queries, *later)]
     if numbers != sorted(set(numbers)):

@@ -52,8 +52,8 @@ class Held:
 class SearchRun:
     """What a run asks for, in order, and what it comes to.
 
-    It first asks for the starts, then along lines of them, then, at the best, for settings of inference if the task has
-    any, and then searches phi from there. Last it asks for a part of the way to the end where classes are new.
+    It first asks for the starts, then along lines of them, then, at one of them, for settings of inference if the task
+    has any, and then searches phi from there. Last it asks for a part of the way to the end where classes are new.
 
     Args:
         plan: What it is asked for; of its metric direction, bounds and repeats count. Where earlier sittings had fewer
@@ -133,7 +133,7 @@ class SearchRun:
 
         That is a fixed one where a line's best, which is better, differs from it in phi alone: the search knows all of
         the line, and the guard then judges the whole way from a start that was not chosen among as many. With settings
-        it is the best of all, as they are tuned there.
+        it is the one chosen of all, as they are tuned there.
         """
         best = self._chosen(self.evaluated)
         if best not in self._strengths or (self.task.settings is not None and self.task.settings.queries):
