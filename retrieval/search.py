@@ -132,6 +132,27 @@ def tune_with_trainer(
         raise
 
 
+def search_with_trainer(
+    trainer: Any, tester: Any, adapter: Adapter, dataset_dict: Mapping[str, Any], *, queries: int, **options: Any
+) -> Result:
+    """Search the phi of an adapter that you have attached to one of a trainer's models, where it stays.
+
+    Args:
+        trainer: As of `tune_with_trainer`, as for the rest.
+        tester: See there.
+        adapter: Of one of the trainer's models, e.g. the trunk.
+        dataset_dict: See there.
+        queries: See there.
+        options: Its other arguments, but for ``part``, ``attach`` and ``merge``.
+
+    Raises:
+        AdapterError: The adapter is on none of the trainer's models.
+        Others: As from `tune_with_trainer`.
+    """
+    attached: dict[str, Any] = {"part": _part_of(trainer, adapter), "attach": lambda model: adapter, "merge": False}
+    return tune_with_trainer(trainer, tester, dataset_dict, queries=queries, **attached, **options)
+
+
 def trainer_task(
     trainer: Any, tester: Any, adapter: Adapter, dataset_dict: Mapping[str, Any], **options: Any
 ) -> FinetuneTask:
@@ -148,14 +169,18 @@ def trainer_task(
         AdapterError: The adapter is on none of the trainer's models.
         Others: As from `tune_with_trainer`.
     """
-    part = next((name for name, model in trainer.models.items() if model is adapter.model), None)
-    if part is None:
-        raise AdapterError(
-            f"the adapter is on none of the trainer's models ({', '.join(trainer.models)}); attach it to one of them,"
-            " not to a copy or to a part"
-        )
-    found = _parts(trainer, tester, part, dataset_dict, **options)
+    found = _parts(trainer, tester, _part_of(trainer, adapter), dataset_dict, **options)
     return FinetuneTask(adapter, loss=found.loss, batches=found.batches, metric=found.metric, population=1)
+
+
+def _part_of(trainer: Any, adapter: Adapter) -> str:
+    for name, model in trainer.models.items():
+        if model is adapter.model:
+            return str(name)
+    raise AdapterError(
+        f"the adapter is on none of the trainer's models ({', '.join(trainer.models)}); attach it to one of them, not"
+        " to a copy or to a part"
+    )
 
 
 class _Parts(NamedTuple):

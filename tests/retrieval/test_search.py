@@ -27,6 +27,7 @@ from metricopt_ext.retrieval.recall import recall_at_k
 from metricopt_ext.retrieval.search import (
     TrainerBatches,
     TrainerLoss,
+    search_with_trainer,
     trainer_task,
     tune_with_trainer,
 )
@@ -199,8 +200,9 @@ def test_a_search_from_a_trainer_ends_at_a_better_trunk() -> None:
         adapter.set_phi(0.3 * rand(D, seed=3))  # which is ignored
         trainer, tester = make_trainer(trunk), make_tester(end_of_testing_hook=hooked.append)
         before, Counting.calls = everything(trainer), 0
-        kept = {"attach": lambda model, own=adapter: own, "merge": False}
-        run = tune(trainer, tester, 40, seed=seed, guard_confidence=0.5, **kept)  # few examples
+        data = {"dataset_dict": {"val": pairs(7, 4.0)}, "metric": "recall_at_1", "callback": Callback()}
+        few: dict[str, Any] = {**data, "queries": 40, "seed": seed, "guard_confidence": 0.5}  # examples
+        run = search_with_trainer(trainer, tester, adapter, **few)
         assert_same(before, everything(trainer))
         assert Counting.calls == sum(run.queries.values()) == 40
         assert not hooked
