@@ -236,10 +236,14 @@ def alike(metric: Metric, found: Sequence[Evaluation]) -> Evaluation:
     first, *others = found
     for number, other in enumerate(others, 1):
         if not _agree(metric, first, other):
+            here, there = (
+                f"{each.value:.6g}" + "".join(f" (halves {a:.6g}, {b:.6g})" for a, b in each.pairs[:1])
+                for each in (first, other)
+            )
             raise RankError(
-                f"metric {metric.name!r} is {first.value:.6g}, halves {first.pairs[:1]}, on rank 0, but"
-                f" {other.value:.6g}, halves {other.pairs[:1]}, on rank {number}, for the same model: each rank's"
-                " metric must see all the data (no shard of it, no DistributedSampler), and draw the same at random"
+                f"metric {metric.name!r} is {here} on rank 0, but {there} on rank {number}, for the same model: each"
+                " rank's metric must see all the data (no shard of it, no DistributedSampler), and draw the same at"
+                " random"
             )
     return first
 
