@@ -384,7 +384,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
     result = metricopt_result(comparison.results)
     task.adapter.apply(result.start_of(result.chosen))
     sign = task.metric.sign
-    searched = [] if result.loss_finetune is not None else [sign * cost for cost in result.costs]
+    searched = [] if result.loss_finetune is not None else [task.metric.value_of(cost) for cost in result.costs]
     record = SeedRecord(
         seed=seed,
         outcomes=comparison.outcomes,

@@ -160,7 +160,7 @@ def guarded(
         fit=None if end.f is None else Fit(end.f, end.predicted[:, 0], end.predicted[:, 1]),
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
-        costs=tuple(each.cost for each in end.evaluations),
+        costs=tuple(task.metric.normalised(each.cost) for each in end.evaluations),
         path=path,
         candidates=starts,
         learns=end.learns,

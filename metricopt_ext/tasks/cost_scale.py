@@ -110,6 +110,11 @@ class CostScale:
         low, high = sorted(self.sign * bound for bound in self.bounds)
         return (cost - low) / (high - low)
 
+    def value_of(self, normalised: float) -> float:
+        """Return the value of a cost that is `normalised`."""
+        low, high = (0.0, 1.0) if self.bounds is None else sorted(self.sign * bound for bound in self.bounds)
+        return self.sign * (low + normalised * (high - low))
+
 
 def _checked(bounds: Any) -> tuple[float, float]:
     """Return bounds as two finite floats in order.

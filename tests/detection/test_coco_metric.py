@@ -173,7 +173,7 @@ def test_phi_of_a_mask_rcnn_is_searched_for_the_ap50_of_its_masks() -> None:
     for phi in run.points[:5]:
         with adapter.using(phi) as model:
             values.append(value(model))
-    assert values == pytest.approx([-cost for cost in run.costs[:5]], abs=1e-12)
+    assert values == pytest.approx([1 - cost for cost in run.costs[:5]], abs=1e-12)
     assert len(set(values)) == 5
 
 

@@ -88,7 +88,7 @@ class TrajectoryLearner(LearningStrategy):
             candidates={"start": Start(task.origin())},
             split_half=correlation_of_halves(stacked_halves(starts)),
             points=torch.cat([each.observed_phi for each in seen]),
-            costs=tuple(cost for each in seen for cost in each.cost.tolist()),
+            costs=tuple(task.metric.normalised(cost) for each in seen for cost in each.cost.tolist()),
             queries=dict(ledger.spent_on),
             queries_per_start=ledger.spent - before,
             fit=fit,
