@@ -25,7 +25,6 @@ from metricopt_ext.experiment.plots import (
     plot_methods,
     plot_outcomes,
     plot_search,
-    plot_settings,
     plot_value_function,
 )
 from metricopt_ext.experiment.record import check_alike
@@ -163,7 +162,6 @@ def _show(experiment: type[Experiment[Any]], report: Report, folder: Path, seeds
         *([plot_finetuning(report, folder / "finetuning.png")] if any(each.curves for each in report.records) else []),
         *([plot_value_function(report, folder / "value_function.png")] if report.predicts else []),
         *([plot_outcomes(report, folder / "outcomes.png")] if report.outcomes() else []),
-        *([plot_settings(report, folder / "settings.png")] if any(record.lines for record in report.records) else []),
         *experiment.plot_seeds(folder, seeds),
     ]
     page = report_page(report, folder, pictures, experiment.tuned_file).write(folder / FILE)

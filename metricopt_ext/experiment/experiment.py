@@ -39,7 +39,6 @@ from metricopt_ext.experiment.whole_network import LabelParts, whole_network_sta
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import Training, soup_starts
 from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm, statistics_line
-from metricopt_ext.methods.tuned_settings import setting_lines
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard
 from metricopt_ext.runtime.progress import Callback, Several, told
@@ -406,7 +405,6 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         made_of=result.made_of,
         promised=result.promised,
         settings={} if result.settings is None else dict(result.settings.changes),
-        lines=[] if result.settings is None else setting_lines(experiment.settings, result.settings),
         holding=None if result.constrained is None else result.constrained.holding,
         broken=result.broken,
         evaluations=evaluations,

@@ -10,10 +10,8 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.report import Report
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import direction, new_figure, over_seeds, save_figure
-from metricopt_ext.methods.tuned_settings import VALUES, SettingLine, shown
 from metricopt_ext.utils.words import counted
 
-ACROSS = 3  # settings side by side
 FEW_DOTS = 400  # queries that can be told apart in a picture
 NAMED = 60  # outcomes whose names can be read in a picture
 WIDEST = 30  # characters of a name
@@ -113,47 +111,6 @@ def plot_outcomes(report: Report, path: str | Path) -> Path:
     over = f"; means over {len(report.records)} seeds" if len(report.records) > 1 else ""
     figure.suptitle(f"ring: before; dot: after; dashed: the worst of each{over}", fontsize=9)
     return save_figure(figure, path)
-
-
-def plot_settings(report: Report, path: str | Path) -> Path:
-    """Draw the validation metric along each setting of inference that was tried, a line for each seed.
-
-    A ring is where the run began, a diamond what was kept, if that is on the line.
-    """
-    names = list(dict.fromkeys(line.name for record in report.records for line in record.lines))
-    columns = min(len(names), ACROSS)
-    rows = math.ceil(len(names) / columns)
-    figure, panels = new_figure(1.6 + 2.6 * columns, 1.2 + 2.2 * rows, rows, columns, sharey=True)
-    for axes, name in zip(panels.flat, names, strict=False):
-        _draw_lines(axes, [line for record in report.records for line in record.lines if line.name == name])
-    for axes in panels[:, 0]:
-        axes.set_ylabel(f"validation {report.metric}\n({direction(report.maximize)})")
-    for axes in list(panels.flat)[len(names) :]:
-        axes.remove()
-    seeds = "one line per seed; " if len(report.records) > 1 else ""
-    figure.suptitle(f"{seeds}ring: before; diamond: kept", fontsize=9)
-    return save_figure(figure, path)
-
-
-def _draw_lines(axes: Any, lines: list[SettingLine]) -> None:
-    """Draw the lines of one setting: an interval on its own scale, values at even steps."""
-    values = list(dict.fromkeys(value for line in lines for value in line.values))
-    if lines[0].scale == VALUES:
-        ordered = all(isinstance(each, int | float) for each in values)
-        values = sorted(values) if ordered else values
-        place = {value: step for step, value in enumerate(values)}
-        axes.set_xticks(range(len(values)), [shown(value) for value in values])
-        axes.set_xlim(-0.4, len(values) - 0.6)
-    else:
-        place = {value: value for value in values}
-        axes.set_xscale(lines[0].scale)
-    for line in lines:
-        at = {value: (place[value], metric) for value, metric in zip(line.values, line.metric, strict=True)}
-        axes.plot(*np.array(list(at.values())).T, ".-", color=METHODS["settings"].colour, alpha=0.6, linewidth=1)
-        axes.plot(*at[line.default], "o", color="black", markerfacecolor="none", markersize=9)
-        if line.chosen in at:
-            axes.plot(*at[line.chosen], "D", color=METHODS["metricopt"].colour, markersize=5, zorder=5)
-    axes.set_xlabel(lines[0].name)
 
 
 def plot_finetuning(report: Report, path: str | Path) -> Path:

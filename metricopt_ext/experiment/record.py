@@ -10,7 +10,6 @@ from metricopt_ext.data.reading import Reading
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.tuned_settings import SettingLine
 from metricopt_ext.utils.checks import check_at_least, check_integer
 from metricopt_ext.utils.described import LARGEST, from_json
 from metricopt_ext.utils.files import read_json, write_json
@@ -72,7 +71,6 @@ class SeedRecord:
         holding: How many of the points that were asked satisfy the constraints; None without any.
         broken: By how much what was kept breaks each limit that it breaks, on validation, in the quantity's own unit.
         settings: Settings of inference that were changed, by name: before and after.
-        lines: What was asked of each setting, the others as they were.
         evaluations: Evaluations of the metric on all of ``"validation"`` and of ``"test"``, whoever asked.
         format: Of the file; one of another format is refused.
     """
@@ -99,7 +97,6 @@ class SeedRecord:
     holding: int | None = None
     broken: dict[str, float] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    lines: list[SettingLine] = field(default_factory=list)
     evaluations: dict[str, int] = field(default_factory=dict)
     format: Literal["metricopt_ext/record/1"] = "metricopt_ext/record/1"
 
@@ -146,11 +143,6 @@ class SeedRecord:
                 _check_values(name, pair)
         for name, values in self.made_of.items():
             _check_values(name, [each for each in values if each is not None])
-        for line in self.lines:
-            if len(line.values) != len(line.metric):
-                points = f"{len(line.values)} values of {brief(line.name)}"
-                raise ValueError(f"it has {points}, and the metric at {len(line.metric)}")
-            _check_values(line.name, line.metric)
         for name, numbers in {**self.curves, "true": self.true, "searched": self.searched}.items():
             _check_values(name, numbers)
 

@@ -71,7 +71,7 @@ class Result:
         fit: f with its held-out quality, and its predictions beside the values found; None without an f.
         split_half: Correlation of the metric's halves over the points asked; NaN if it does not report halves.
         points: The phi at which the metric was asked before the guard decided, ``n x d``.
-        costs: The metric there as a cost, ``n``: within its bounds from 0, the best, to 1; without any, in its own units.
+        costs: The metric there as a cost, ``n``: 0 to 1 within its bounds, the best first; without any, in its units.
         path: The run's position over time, ``m x d``, from its beginning to its end.
         needed: What a gain must exceed, besides the optimism, for the guard to believe it; None for an unguarded run.
         guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,

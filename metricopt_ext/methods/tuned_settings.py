@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from metricopt_ext.methods.guard import judge
 from metricopt_ext.search.stages import SettingsStage
@@ -111,48 +110,3 @@ def accepted(stage: SettingsStage, confidence: float) -> bool:
         return False
     visited = [each.evaluation for each in stage.points]
     return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
-
-
-VALUES = "values"  # the scale of a setting that is no interval
-
-
-@dataclass(frozen=True)
-class SettingLine:
-    """What was asked along one setting.
-
-    Attributes:
-        name: The setting's.
-        scale: In what its interval is even; `VALUES` of one that has values.
-        default: Where the run began.
-        chosen: What was kept.
-        values: What was asked, ``default`` among them, in the setting's order; at least two.
-        metric: The metric there, in its own units.
-    """
-
-    name: str
-    scale: str
-    default: Any
-    chosen: Any
-    values: list[Any]
-    metric: list[float]
-
-
-def setting_lines(settings: Settings, tuned: TunedSettings) -> list[SettingLine]:
-    """Return the lines of a run, one at most for each setting, in their order.
-
-    Where several lines go along one setting, with others at other values, it is the one with most points. What changes
-    several settings at once, as a preset may, is on no line.
-    """
-    lines = []
-    for name in settings.names:
-        groups: dict[tuple[Any, ...], dict[Any, float]] = {}
-        for values, metric in tuned.tried:
-            others = tuple(value for other, value in values.items() if other != name)
-            groups.setdefault(others, {}).setdefault(values[name], metric)
-        points, setting = max(groups.values(), key=len, default={}), settings[name]
-        as_given = setting.values is not None and not setting.ordered
-        order = [each for each in setting.values or () if each in points] if as_given else sorted(points, key=float)
-        scale, metrics = VALUES if setting.values else setting.scale, [points[each] for each in order]
-        if len(points) > 1:
-            lines.append(SettingLine(name, scale, tuned.tried[0][0][name], tuned.after[name], order, metrics))
-    return lines

@@ -13,7 +13,6 @@ from helpers.records import record as recorded
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import FileFormatError
 from metricopt_ext.experiment.record import Outcome, SeedRecord, check_alike
-from metricopt_ext.methods.tuned_settings import SettingLine
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
@@ -24,17 +23,12 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
             "metricopt": [Outcome(0.3, 0.2, 9, 9, 1.0)],
             "cma_es": [Outcome(0.5, 0.4, 10, 10, 0.1), Outcome(0.6, 0.5, 20, 20, 0.2)],
         },
-        lines=[
-            SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3]),
-            SettingLine("flip", "values", False, True, [False, True], [0.1, 0.2]),
-        ],
     )
     record.save(tmp_path / "record.json")
     assert SeedRecord.load(tmp_path / "record.json") == record
 
 
 OUTCOME = asdict(Outcome(0.5, 0.5, 1, 1, 0.1))
-LINE = asdict(SettingLine("size", "values", 1.0, 2.0, [1.0, 2.0], [0.1, 0.2]))
 
 
 def without(name: str, whole: dict[str, Any]) -> str:
@@ -52,7 +46,6 @@ def having(whole: dict[str, Any], **outcomes: Any) -> str:
         lambda whole: json.dumps({key: value for key, value in whole.items() if key != "curves"}),
         lambda whole: json.dumps({**whole, "seed": "../0"}),
         lambda whole: json.dumps({**whole, "predicted": [0.5, 0.5]}),
-        lambda whole: json.dumps({**whole, "lines": [LINE | {"values": [1.0]}]}),
         lambda whole: without("metricopt", whole),
         lambda whole: having(whole, **{"../../owned": [OUTCOME]}),
         lambda whole: json.dumps({**whole, "curves": {"../../owned": [0.5]}}),  # whose events would be beside the run

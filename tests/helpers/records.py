@@ -2,7 +2,6 @@
 
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.methods.paper.recipe import StepWeights
-from metricopt_ext.methods.tuned_settings import SettingLine
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
@@ -31,5 +30,4 @@ def record() -> SeedRecord:
         promised=0.25,
         holding=7,
         settings={"size": (1.0, 1.41)},
-        lines=[SettingLine("size", "values", 1.0, 1.41, [0.84, 1.0, 1.41], [0.1, 0.2, 1 / 3])],
     )
