@@ -203,7 +203,10 @@ def _number(arguments: argparse.Namespace) -> Printed | Written | PrintedByName:
         ConfigError: It is no such place, or there are ``--halves`` beside outcomes, which have their own.
     """
     if arguments.combine and arguments.halves:
-        raise ConfigError("--halves with --combine: let the third and fourth group of --parse be the halves' numbers")
+        raise ConfigError(
+            "--halves with --combine: let COMMAND print each outcome with its halves, and the third and fourth group of"
+            " --parse be these"
+        )
     if arguments.parse is not None:
         return (PrintedByName if arguments.combine else Printed)(arguments.parse, "--parse")
     return (WrittenByName if arguments.combine else Written)(arguments.parse_json, "--parse-json")

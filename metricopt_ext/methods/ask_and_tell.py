@@ -220,7 +220,8 @@ class Search:
             value: The metric's value, in its own units; of a metric that `combine` makes of outcomes, these by name.
             halves: Its values on two random halves of the data, by which the guard tells a gain from chance; or on
                 several pairs of halves, as many at each trial. Of outcomes each half is a dict, too.
-            noise: Standard error of the value, if it is the mean of several evaluations.
+            noise: Standard error of the value, if it is the mean of several evaluations. Of a value that is made of
+                outcomes the guard alone uses it: tell each outcome's own for f.
             outcomes: Other quantities, by name: those that the metric is subject to, and any that are to be shown. Each
                 is a number, or ``(value, halves)``, or ``(value, halves, noise)``, as of the metric; None where
                 ``value`` has all by name, in these forms.

@@ -102,6 +102,7 @@ class SearchRun:
             self.evaluated[name] = evaluation
             self.points.append(Point(name, start, evaluation))
         self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
+        self.task.check_outcomes(self.evaluated["start"].outcomes.keys())
         named = ["start", *(name for name, each in self.starts.items() if each.presumed)]
         self._against = self._chosen(named)
         yield from self._along_lines()

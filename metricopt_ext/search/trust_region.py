@@ -155,7 +155,7 @@ class GuidedSearch(Begun):
 
     def _asked(self) -> Batches:
         """Ask for designs, then for what f proposes."""
-        self.promised = self.task.promised(self.start, list(self.started[1].outcomes))
+        self.promised = self.task.promised(self.start)
         pairs, scales = self.search.design_size(len(self.start)) // 2, SCALES
         while True:
             centre, began = self.best_seen(), len(self.points)

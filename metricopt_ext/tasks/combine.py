@@ -93,8 +93,8 @@ class Combination:
             return
         with torch.inference_mode(False), torch.enable_grad():
             values = torch.tensor([outcomes[name].value for name in names], dtype=torch.float64)
-            # What f predicts of outcomes is a little off, and may lie beyond their range.
-            off = torch.linspace(-1, 1, 6, dtype=torch.float64)[:, None] * (0.05 * values.abs() + 1e-3)
+            # What f predicts of outcomes may lie beyond their range, as a recall below 0.
+            off = torch.linspace(-1, 1, 6, dtype=torch.float64)[:, None] * (1.05 * values.abs() + 1e-3)
             rows = (values + off).requires_grad_()
             try:
                 self._check_function(rows)
@@ -114,7 +114,12 @@ class Combination:
             raise ValueError("torch finds no gradient of it; leave out what is not differentiable, as .item() or >")
         (gradients,) = torch.autograd.grad(alone.sum(), rows)
         if not (alone.isfinite().all() and gradients.isfinite().all()):
-            raise ValueError("it is not finite, or its gradient, near the values told; clamp them to what it is for")
+            raise ValueError(
+                "it is not finite, or its gradient, up to twice the values told and a little below 0, as f may predict"
+                " them; clamp them to what it is for"
+            )
+        if not gradients.any():
+            raise ValueError("its gradient is 0 wherever it was looked at, as that of round() or of a constant")
 
     def value_of(self, outcomes: Mapping[str, Outcome]) -> tuple[float, Pairs]:
         """Return the value of named outcomes, and on pairs of halves if all of them have these.

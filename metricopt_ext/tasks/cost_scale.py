@@ -95,6 +95,8 @@ class CostScale:
                 f"metric {self.name!r} is made of {shortened(list(self._combined))}, and now told"
                 f" {shortened(list(outcomes))}; tell the same names in the same order each time"
             )
+        for name in () if callable(self.combination.combine) else names:  # each is as the metric
+            self.checked(outcomes[name].value, f" of {name!r}")
         value, pairs = self.combination.value_of(outcomes)
         return Outcome(self.checked(value), self.checked_pairs(pairs))
 

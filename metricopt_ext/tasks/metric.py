@@ -150,6 +150,9 @@ class Metric(CostScale):
         self.new_classes: bool = new_classes
         self.also: dict[str, Callable[..., Any]] = dict(also or {})
         self.constraints: tuple[Constraint, ...] = parse_constraints(subject_to, name)
+        for each in self.constraints:
+            if (directions or {}).get(each.name, each.at_least) != each.at_least:
+                raise ValueError(f"directions and subject_to, {each}, say the opposite of {each.name!r}; leave one out")
         self.subject_to: dict[str, str] = dict(subject_to or {})
         self.callbacks: list[OnQuery] = []
         self.log: Log | None = None
@@ -321,7 +324,16 @@ class Metric(CostScale):
                 " subject_to and combined, or give also={NAME: function}"
             )
         outcomes = {name: self._outcome(name, each, noisy) for name, each in told.items()}
-        value, pairs, noise = outcomes.pop(self.name) if self.combination is None else self.combined_of(outcomes)
+        if self.combination is None:
+            value, pairs, noise = outcomes.pop(self.name)
+        else:
+            value, pairs, noise = self.combined_of(outcomes)
+            alone = [name for name in self.combination.names(outcomes) if not outcomes[name].pairs]
+            if 0 < len(alone) < len(self.combination.names(outcomes)) and not self._lacked:  # or it was warned of
+                raise MetricError(
+                    f"metric {self.name!r}: {alone[0]!r} has no halves, and others have; give them of all outcomes,"
+                    " nan where one is not defined on a half, or of none"
+                )
         return {**outcomes, self.name: Outcome(self.checked(value), self.checked_pairs(pairs), noise)}
 
     def named(self, returned: Any) -> dict[Any, Any]:
@@ -381,10 +393,12 @@ class Metric(CostScale):
             ) from error
         if any(map(math.isnan, chain(*pairs))) and not noisy:
             pairs, halves = (), "it is nan on a half of its data"
-        if not isinstance(name, str) or not all(map(math.isfinite, (value, *chain(*pairs)))):
+        if not isinstance(name, str):
+            raise MetricError(f"metric {self.name!r} names a number {brief(name)}; names are text, as 'class {name}'")
+        if not all(map(math.isfinite, (value, *chain(*pairs)))):
             raise MetricError(
-                f"metric {self.name!r}: {brief(name)} is {brief(returned)}; give finite numbers by name, and leave out"
-                " what has no examples"
+                f"metric {self.name!r}: {name!r} is {brief(returned)}; give finite numbers, and leave out what has no"
+                " examples"
             )
         if noise is not None and not 0 <= noise < math.inf:
             raise MetricError(

@@ -1,7 +1,7 @@
 """The finetuning task: one frozen model with its loss, its batches and its metric (paper, section 3.1)."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -180,8 +180,29 @@ class FinetuneTask:
                 raise TypeError(f"batches_of has {brief(batches)} for {name!r}; it must be a list of batches")
         if self.loss is None:
             raise ValueError("batches_of are given without a loss, by which they would promise something; give both")
-        if self.metric.combination is None and (strange := sorted(batches_of.keys() - self.metric.subject_to.keys())):
-            raise ValueError(f"batches_of has {strange[0]!r}, but metric {self.metric.name!r} has no such outcome")
+        made = self.metric.combination
+        for name in batches_of.keys() - self.metric.subject_to.keys():
+            if made is None or not made.combines(name):
+                raise ValueError(
+                    f"batches_of has {name!r}, but metric {self.metric.name!r} has no such outcome, nor is it subject to"
+                    " one; leave it out"
+                )
+            if self.metric.outcome_sign(name) is None:
+                remedy = f"Metric(..., directions={{{name!r}: True}}), or False"
+                raise ValueError(f"batches_of has {name!r}, of which nothing tells whether higher is better; {remedy}")
+
+    def check_outcomes(self, outcomes: Collection[str]) -> None:
+        """Refuse `batches_of` that names what the metric does not tell.
+
+        Args:
+            outcomes: Names of what it tells.
+
+        Raises:
+            ValueError: It does.
+        """
+        if strange := sorted((self.batches_of or {}).keys() - outcomes):
+            known = shortened(list(outcomes))
+            raise ValueError(f"batches_of has {strange[0]!r}, but metric {self.metric.name!r} tells {known}; rename it")
 
     def probing(self) -> "FinetuneTask":
         """Return the task by whose loss directions of phi are looked for: without one, the entropy of `inputs`."""
@@ -329,7 +350,7 @@ class FinetuneTask:
             raise FloatingPointError(f"the loss or its gradient of task {worst} is not finite at step {step}; {advice}")
         return loss, gradient
 
-    def promised(self, phi: Tensor, outcomes: Sequence[str]) -> dict[str, Tensor]:
+    def promised(self, phi: Tensor) -> dict[str, Tensor]:
         """Return along which direction, ``d``, each outcome rises by what its own loss promises, by the outcome's name.
 
         That is the gradient of the mean loss over its own examples where lower is better, and minus that where higher
@@ -337,21 +358,13 @@ class FinetuneTask:
 
         Args:
             phi: Where, ``d``; the model holds what else there is of the start.
-            outcomes: What the metric tells.
 
         Raises:
-            ValueError: `batches_of` names something else, or what is not known to be better higher or lower; or has no
-                batch for it, or batches whose examples can't be counted.
+            ValueError: `batches_of` has no batch of an outcome, or batches whose examples can't be counted.
             AdapterError, FloatingPointError: As from `loss_and_gradient`.
         """
         found = {}
         for name, batches in (self.batches_of or {}).items():
-            if name not in outcomes:
-                known = shortened(list(outcomes))
-                raise ValueError(f"batches_of has {name!r}, but metric {self.metric.name!r} tells {known}; rename it")
-            if (sign := self.metric.outcome_sign(name)) is None:
-                remedy = f"Metric(..., directions={{{name!r}: True}}), or False"
-                raise ValueError(f"batches_of has {name!r}, of which nothing tells whether higher is better; {remedy}")
             whole, rows = torch.zeros_like(phi), 0
             for batch in batches:
                 with seeded_streams(0, phi.device):
@@ -361,6 +374,8 @@ class FinetuneTask:
                 raise ValueError(f"batches_of has no batch of {name!r}; leave it out, which promises nothing")
             if not whole.isfinite().all():
                 raise FloatingPointError(f"the gradient of the loss of {name!r} is not finite; look at its batches")
+            sign = self.metric.outcome_sign(name)
+            assert sign is not None  # as it was checked
             found[name] = sign * whole / rows
         return found
 

@@ -584,6 +584,7 @@ def test_what_is_derived_from_a_metric_of_outcomes_is_one(combine: Any) -> None:
         ({"directions": {"cat": True}}, ("directions", "'worst'")),
         ({"combine": smooth, "directions": {"cat": 1}}, ("directions", "1")),
         ({"combine": smooth, "directions": []}, ("directions", "[]")),
+        ({"combine": smooth, "directions": {"cat": True}, "subject_to": {"cat": "<= 0.9"}}, ("directions", "'cat'")),
     ],
 )
 def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -598,9 +599,11 @@ def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tupl
         (RECALLS, {"subject_to": dict.fromkeys(RECALLS, ">= 0")}, ("none",)),
         ({**RECALLS, "dog": math.nan}, {}, ("'dog'", "nan", "leave out")),
         ({**RECALLS, "dog": "0.5%"}, {}, ("'dog'", "0.5%")),
-        ({**RECALLS, 3: 0.5}, {}, ("3",)),
+        ({**RECALLS, 3: 0.5}, {}, ("3", "text")),
         ({**RECALLS, "made": 0.5}, {}, ("'made'",)),
-        ({**RECALLS, "cat": 1.5, "dog": 1.2, "cow": 1.3}, {}, ("1.2", "bounds")),
+        ({**RECALLS, "cat": 1.5}, {}, ("1.5", "'cat'", "bounds")),
+        ({**RECALLS, "cat": 75.0}, {"combine": "mean"}, ("75", "'cat'", "bounds")),
+        ({"a": (0.5, (0.4, 0.6)), "b": 0.5}, {}, ("'b'", "halves", "nan")),
         ((RECALLS, ON_HALVES[:1]), {}, ("halves",)),
         ((RECALLS, 0.5), {}, ("halves", "0.5")),
         ((RECALLS, (0.25, 0.5)), {}, ("halves", "0.25")),
@@ -618,7 +621,9 @@ def test_what_is_no_combination_is_refused(settings: dict[str, Any], names: tupl
         (RECALLS, {"combine": lambda x: x.detach().amin(-1)}, ("gradient",)),
         (RECALLS, {"combine": lambda x: (x > 0.3).double().mean(-1)}, ("gradient",)),
         (RECALLS, {"combine": lambda x: x.detach().mean().item()}, ("float",)),
-        ({**RECALLS, "dog": 0.0}, {"combine": lambda x: x.log().mean(-1).exp()}, ("finite", "clamp")),
+        (RECALLS, {"combine": lambda x: (10 * x).round().mean(-1) / 10}, ("gradient", "round")),
+        (RECALLS, {"combine": lambda x: 0 * x.sum(-1) + 0.5}, ("gradient", "constant")),
+        (RECALLS, {"combine": lambda x: x.log().mean(-1).exp()}, ("finite", "clamp")),
     ],
 )
 def test_outcomes_that_make_no_value_are_refused_at_the_first_query(

@@ -14,6 +14,7 @@ from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.adapters.start import Start
+from metricopt_ext.search.direct import CMAES, RandomSearch
 from metricopt_ext.tasks.task import FinetuneTask, OutputLoss
 
 D, ROWS = 5, 30
@@ -80,7 +81,7 @@ def test_it_is_the_gradient_of_the_mean_loss_over_all_rows(loss: Any, at: int | 
     phi = task.origin() if at is None else rand(D, seed=at)
     before = [each.clone() for each in task.adapter.model.state_dict().values()]
     stream, mode = torch.get_rng_state(), task.adapter.model.training
-    found = task.promised(phi, NAMES)
+    found = task.promised(phi)
     assert list(found) == list(NAMES)
     for name in NAMES:
         torch.testing.assert_close(found[name], -by_hand(task, phi, name), rtol=1e-10, atol=1e-12)
@@ -93,8 +94,8 @@ def test_it_is_the_gradient_of_the_mean_loss_over_all_rows(loss: Any, at: int | 
 
 
 def test_what_has_no_batches_has_no_promise() -> None:
-    assert list(task_of({"b": OF_CLASSES["b"]}).promised(torch.zeros(D).double(), NAMES)) == ["b"]
-    assert task_of(None).promised(torch.zeros(D).double(), NAMES) == {}
+    assert list(task_of({"b": OF_CLASSES["b"]}).promised(torch.zeros(D).double())) == ["b"]
+    assert task_of(None).promised(torch.zeros(D).double()) == {}
 
 
 def test_each_batch_is_gone_through_once_and_draws_the_same_each_time() -> None:
@@ -107,10 +108,10 @@ def test_each_batch_is_gone_through_once_and_draws_the_same_each_time() -> None:
 
     task = task_of(loss=dropping)
     seen.clear()
-    first = task.promised(task.origin(), NAMES)
+    first = task.promised(task.origin())
     assert seen == [1, 6, 3] * 3
     torch.rand(3)
-    again = task.promised(task.origin(), NAMES)
+    again = task.promised(task.origin())
     assert all(torch.equal(first[name], again[name]) for name in NAMES)
 
 
@@ -119,9 +120,9 @@ def test_each_batch_is_gone_through_once_and_draws_the_same_each_time() -> None:
 
 def test_it_is_that_of_the_start_whose_tensors_are_in_force() -> None:
     task, other, phi = task_of(), rand(3, 6, seed=4), rand(D, seed=2)
-    plain = task.promised(phi, NAMES)
+    plain = task.promised(phi)
     with task.at(Start(phi, {"2.weight": other})):
-        found = task.promised(phi, NAMES)
+        found = task.promised(phi)
     for name in NAMES:
         expected = -by_hand(task, phi, name, other)
         torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-12)
@@ -173,7 +174,7 @@ def first(values: Tensor) -> Tensor:
 def test_it_is_along_what_lets_the_outcome_rise(options: dict[str, Any], signs: tuple[int, ...]) -> None:
     """Where higher is better the loss falls there; where lower is, as of a rate of errors, it rises."""
     task = task_of(metric=mo.Metric(recalls, name="made", **options))
-    found, phi = task.promised(task.origin(), NAMES), task.origin()
+    found, phi = task.promised(task.origin()), task.origin()
     for name, sign in zip(NAMES, signs, strict=True):
         torch.testing.assert_close(found[name], sign * by_hand(task, phi, name), rtol=1e-10, atol=1e-12)
 
@@ -181,7 +182,7 @@ def test_it_is_along_what_lets_the_outcome_rise(options: dict[str, Any], signs: 
 # --- Refusals ----------------------------------------------------------------------------------------------------
 
 
-def asked_once(batches_of: Any, error: type[Exception], *names: Any, combine: Any = "worst") -> None:
+def asked_once(batches_of: Any, error: type[Exception], *names: Any, strategy: Any = None) -> None:
     """Check that a search refuses once it knows the start's outcomes, with that one query, and leaves the model."""
     calls: list[int] = []
 
@@ -189,9 +190,10 @@ def asked_once(batches_of: Any, error: type[Exception], *names: Any, combine: An
         calls.append(1)
         return recalls(model)
 
-    task = task_of(batches_of, mo.Metric(counted, maximize=True, combine=combine, name="lowest"))
+    task = task_of(batches_of, mo.Metric(counted, maximize=True, combine="worst", name="lowest"))
     before = task.adapter.phi.detach().clone()
-    assert_refused(lambda: mo.optimize_metric(task, queries=20, callback=mo.Callback()), error, *names)
+    given: dict[str, Any] = {"queries": 20, "strategy": strategy, "callback": mo.Callback()}
+    assert_refused(lambda: mo.optimize_metric(task, **given), error, *names)
     assert len(calls) == task.metric.ledger.spent == 1
     assert torch.equal(task.adapter.phi, before)
 
@@ -205,18 +207,23 @@ def test_what_does_not_map_names_is_refused(given: Any) -> None:
     assert_refused(lambda: task_of(given), TypeError, "batches_of", "NAME")
 
 
-def test_a_name_that_no_outcome_has_is_refused_as_soon_as_that_is_known() -> None:
-    """Where the metric is a number only constraints are; else the first evaluation tells."""
+@pytest.mark.parametrize("strategy", [None, RandomSearch(), CMAES()], ids=["guided", "random", "CMA-ES"])
+def test_a_name_that_no_outcome_has_is_refused_as_soon_as_that_is_known(strategy: Any) -> None:
+    """Where the metric is a number only constraints are, or outcomes are listed; else the first evaluation tells."""
     number: dict[str, Any] = {"maximize": True, "name": "accuracy"}
     plain = mo.Metric(lambda model: 0.5, **number)
     assert_refused(lambda: task_of({"a": OF_CLASSES["a"]}, plain), ValueError, "batches_of", "'a'", "'accuracy'")
     bounded = mo.Metric(lambda model: {"accuracy": 0.5, "a": 0.3}, **number, subject_to={"a": ">= 0.2"})
     task_of({"a": OF_CLASSES["a"]}, bounded)
-    asked_once({"a": OF_CLASSES["a"], "d": OF_CLASSES["b"]}, ValueError, "batches_of", "'d'", "a", "b", "c")
+    listed = mo.Metric(recalls, maximize=True, combine="worst", combined=["a"], name="lowest")
+    assert_refused(lambda: task_of({"b": OF_CLASSES["b"]}, listed), ValueError, "batches_of", "'b'", "'lowest'")
+    wrong = {"a": OF_CLASSES["a"], "d": OF_CLASSES["b"]}
+    asked_once(wrong, ValueError, "batches_of", "'d'", "a", "b", "c", strategy=strategy)
 
 
 def test_an_outcome_of_unknown_direction_is_refused_with_the_remedy() -> None:
-    asked_once({"a": OF_CLASSES["a"]}, ValueError, "'a'", "directions", combine=first)
+    metric = mo.Metric(recalls, maximize=True, combine=first)
+    assert_refused(lambda: task_of({"a": OF_CLASSES["a"]}, metric), ValueError, "'a'", "directions")
 
 
 def uneven(rows: int, weights: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,6 +266,6 @@ def test_it_costs_no_query() -> None:
 def test_another_task_of_the_same_model_keeps_them() -> None:
     task = task_of()
     other = replace(task, metric=mo.Metric(recalls, maximize=False, combine="mean", name="mean"))
-    found, turned = (each.promised(task.origin(), NAMES) for each in (task, other))
-    assert torch.equal(task.copied().promised(task.origin(), NAMES)["a"], found["a"])
+    found, turned = (each.promised(task.origin()) for each in (task, other))
+    assert torch.equal(task.copied().promised(task.origin())["a"], found["a"])
     assert torch.equal(turned["a"], -found["a"])
