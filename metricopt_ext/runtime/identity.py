@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -133,14 +133,13 @@ def fingerprint_of_files(paths: Iterable[Path], besides: Path | None = None) -> 
         besides: A folder that does not count where it is in one of these: the run's own.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for path in paths:
-        names, own = walked(path)[0] if path.is_dir() else [""], ""
-        if besides is not None and besides.resolve().is_relative_to(path.resolve()):
-            own = f"{besides.resolve().relative_to(path.resolve())}/"
-        told = [name for name in names if not (is_hidden(name) or (own and name.startswith(own)))]
+    own = cache(lambda folder: besides is not None and folder.resolve().is_relative_to(besides.resolve()))
+    for number, path in enumerate(paths):
+        names = walked(path)[0] if path.is_dir() else [""]
+        told = [name for name in names if not (is_hidden(name) or own((path / name).parent))]
         for name in followed(told, f"tell {path} by its files", len(told)):
             if (path / name).is_file():
-                digest.update(f"{name} {(path / name).stat().st_size}\n".encode())
+                digest.update(f"{number} {name} {(path / name).stat().st_size}\n".encode())
     return digest.hexdigest()
 
 

@@ -100,6 +100,10 @@ def test_files_are_told_by_name_and_size(tmp_path: Path) -> None:
     assert told() == first
     assert fingerprint_of_files([shutil.copytree(tree, tmp_path / "copy")], besides=tmp_path / "copy/out") == first
     found = [first, fingerprint_of_files([tree]), told(tree / "b.txt")]
+    (linked / "out").mkdir()
+    (linked / "out" / "report.json").write_bytes(b"more")  # the folder of a run is left out through a link, too
+    assert fingerprint_of_files([tree], besides=linked / "out") == found[1]
+    shutil.rmtree(linked / "out")
     for change in (
         lambda: (tree / "b.txt").write_bytes(b"56"),
         lambda: (tree / "c.txt").write_bytes(b""),
@@ -110,6 +114,17 @@ def test_files_are_told_by_name_and_size(tmp_path: Path) -> None:
         change()
         found.append(told())
     assert len(set(found)) == len(found)
+
+
+def test_a_file_that_moves_to_another_of_the_paths_is_told(tmp_path: Path) -> None:
+    """As a class between the folders to train on and to validate on."""
+    train, validation = tmp_path / "train", tmp_path / "validation"
+    (train / "cat").mkdir(parents=True)
+    validation.mkdir()
+    (train / "cat" / "a.png").write_bytes(b"12")
+    before = fingerprint_of_files([train, validation])
+    (train / "cat").rename(validation / "cat")
+    assert fingerprint_of_files([train, validation]) != before
 
 
 def made(value: float) -> Any:
