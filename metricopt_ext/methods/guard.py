@@ -54,6 +54,9 @@ LINE_CONFIDENCE = 0.85
 # As likely as not: the gain that is expected is above 0.
 EXPECTED = 0.5
 
+# So many divisions of the data into halves tell by themselves how large chance is.
+DIVISIONS = 4
+
 # Of what a search in chance alone would have gained (`SearchResult.climbed`), the share that counts as optimism, by
 # whether outcomes make the metric. Of a number less of it is lost on other data where something is true, 0.4 to 0.8 on
 # four tasks: the whole refuses more of what gains, a third more on six tasks; without any, every other search in chance
@@ -284,8 +287,8 @@ def surely_gains(
     """Whether what was made without asking the metric gains on another beyond chance; of a plain number any gain does.
 
     Nothing was chosen for its value, so no part of the gain is optimism. Chance is that of the two's own halves, in all
-    divisions; these may be one, and tell little: so it is no less than what all that was asked says of a gain of this
-    size. Where the metric is undefined on a half of one of the two, nobody is sure.
+    divisions. Where these are fewer than `DIVISIONS`, they tell little: so it is no less than what all that was asked
+    says of a gain of this size. Where the metric is undefined on a half of one of the two, nobody is sure.
 
     Args:
         before: One evaluation.
@@ -295,7 +298,9 @@ def surely_gains(
     """
     gain, told = before.cost - after.cost, [each for each in among if each.pairs]
     if before.pairs and after.pairs:
-        chance = max(chance_of_gain(before, [after]), _chance_by_size(before, told, gain))
+        chance = chance_of_gain(before, [after])
+        if min(len(before.pairs), len(after.pairs)) < DIVISIONS:
+            chance = max(chance, _chance_by_size(before, told, gain))
     elif told:
         return False
     else:
@@ -644,6 +649,8 @@ def check_holdout(task: FinetuneTask, metric: Metric) -> None:
         fault = (
             f"has bounds {metric.bounds}, and {seen.name!r} {seen.bounds}; gains are compared, so give both in one unit"
         )
+    elif task.settings is not None and not task.settings.judges(metric):
+        fault = "is not judged by the task's settings of inference; make these of both metrics"
     elif metric.constraints:
         fault = f"has subject_to, which no data held out are asked for; give it to {seen.name!r}, and leave a margin"
     if fault:
