@@ -56,6 +56,8 @@ def by_workers(search: mo.Search) -> None:  # +
             trial.checkpoint(file := os.path.abspath(f"trial-{trial.id}.pth"))  # +
             under_way[worker.score.remote(file)] = trial, worker  # +
         if not under_way:  # +
+            if again:  # +
+                raise RuntimeError(f"all workers died, and {len(again)} trials are open")  # +
             return  # +
         (done,), _ = ray.wait([*under_way])  # +
         trial, worker = under_way.pop(done)  # +

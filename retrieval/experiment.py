@@ -277,7 +277,9 @@ class RetrievalExperiment(Experiment[RetrievalConfig]):
         start = replace(start, tensors={**start.tensors, **layer})
         adapter.apply(start)
         (self.folder / ADAPTER).unlink()  # which says that the run has finished: never with both
-        save_inference(file, settings, {**values, "whitening": 0.0})
+        own = settings.defaults
+        others = {name: own[name] if name in ("whitening", "covariance") else each for name, each in values.items()}
+        save_inference(file, settings, others)
         merged = "The whitening is merged into the tensors of the adapter, and so no setting any more.\n"
         write_atomically(self.folder / CARD, (self.folder / CARD).read_bytes() + b"\n" + merged.encode())
         adapter.save(self.folder / ADAPTER)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from metricopt_ext.retrieval.judged import JudgedEmbeddings, Processing, judged_by
 from metricopt_ext.retrieval.post_processing import COVARIANCES, PostProcessing
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.settings import Setting, Settings, Value, Values
 from metricopt_ext.utils.kept_outputs import GIB, KeptOutputs
@@ -22,14 +23,20 @@ AUGMENTED = (0, 4, 8)
 class RetrievalSettings(Settings):
     """The settings of retrieval metrics, as `retrieval_settings` returns them."""
 
-    def __init__(self, *arguments: Any, kept: KeptOutputs, judge: JudgedEmbeddings[Any], **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, kept: KeptOutputs, judges: Sequence[JudgedEmbeddings[Any]], **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._kept, self._judge = kept, judge
+        self._kept, self._judges = kept, judges
 
     @property
     def passes(self) -> int:
         """Passes over a metric's data or ``whiten_on`` while settings were applied; settings alone make none."""
         return self._kept.passes
+
+    def judges(self, metric: CostScale) -> bool:
+        """Whether a metric's embeddings are post-processed: it is one of those that the settings are made of."""
+        return judged_by(metric) in self._judges
 
     @torch.no_grad()
     def processing(self, model: nn.Module, values: Values) -> Processing:
@@ -41,7 +48,7 @@ class RetrievalSettings(Settings):
             ValueError: As from `complete`.
         """
         with self.applied(values), evaluating(model):
-            return self._judge.processing(model)
+            return self._judges[0].processing(model)
 
     def set_on(self, model: nn.Module, values: Values) -> str:
         """Return how a model, once phi is merged, takes what a linear layer can do of it; nothing is set here.
@@ -124,7 +131,7 @@ def retrieval_settings(
             yield
 
     presets = {f"augmentation_{k}": {"augmentation": k} for k in AUGMENTED if k} if augments else {}
-    return RetrievalSettings(chosen, apply, alone=["whitening"], presets=presets, kept=kept, judge=judges[0])
+    return RetrievalSettings(chosen, apply, alone=["whitening"], presets=presets, kept=kept, judges=judges)
 
 
 def _judge(metric: Any) -> JudgedEmbeddings[Any]:

@@ -197,7 +197,8 @@ def planned(
     trained = [name for name in config.starts if name == "loss_finetune" or name in SOUPS]
     starts = 1 + len(fixed.keys() - {"start"}) + len(trained)
     spare = config.queries - strategy.least_queries(dim, starts)
-    planned = planned_lines(lines, fixed, config.queries, spare, base or {})
+    origin = next((name for name, each in fixed.items() if each.presumed), "start")
+    planned = planned_lines(lines, fixed, config.queries, spare, base or {}, origin=origin)
     along = sum(each.queries for each in planned.values())
     held = {name for each in planned.values() if each.queries for name in each.holds}
     named = ["the model as trained", *(name for name in fixed if name != "start" and name not in held), *trained]

@@ -406,6 +406,7 @@ def _recorded(experiment: Experiment[Any], comparison: Comparison, evaluations: 
         promised=result.promised,
         settings={} if result.settings is None else dict(result.settings.changes),
         holding=None if result.constrained is None else result.constrained.holding,
+        against=result.against,
         broken=result.broken,
         evaluations=evaluations,
     )

@@ -69,6 +69,7 @@ class SeedRecord:
             was kept, None if it was not asked; empty of a metric that is told as a number.
         promised: Share of how these outcomes varied that their own losses promised; None without promises.
         holding: How many of the points that were asked satisfy the constraints; None without any.
+        against: What the search's end was held against: the model as trained, or a start that is presumed in its place.
         broken: By how much what was kept breaks each limit that it breaks, on validation, in the quantity's own unit.
         settings: Settings of inference that were changed, by name: before and after.
         evaluations: Evaluations of the metric on all of ``"validation"`` and of ``"test"``, whoever asked.
@@ -95,6 +96,7 @@ class SeedRecord:
     made_of: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     promised: float | None = None
     holding: int | None = None
+    against: str = "start"
     broken: dict[str, float] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     evaluations: dict[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_interval, spread
 from metricopt_ext.experiment.style import direction
 from metricopt_ext.methods.guard import Guard, deviates, excess_in_words
-from metricopt_ext.methods.result import kept, worst_of
+from metricopt_ext.methods.result import kept, without_verdict, worst_of
 from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
@@ -264,7 +264,8 @@ class Report:
         guard = (
             f"The guard accepted the change{where}{beside}."
             if known
-            else f"The run is unguarded, so any gain was kept{where}{beside}: nothing tells how much of it is chance."
+            else f"The run is unguarded, so any gain was kept{where}{beside}, and a start is taken by its value:"
+            " nothing tells how much of it is chance."
         )
         return f"{guard} The gain on test is {self._gain_in_words('pretrained')}."
 
@@ -382,11 +383,13 @@ class Report:
             ]
         counts = collections.Counter(record.kept for record in self.records)
         kept_in = ", ".join(f"{kept(name)} in {count}" for name, count in counts.most_common())
-        return [*lines, f"Kept by the guard: {kept_in} of {seeds}", *self.on_settings()]
+        presumed = collections.Counter(record.against for record in self.records if record.against != "start")
+        said = [f"In {count} of {seeds} {without_verdict(name)}" for name, count in presumed.items()]
+        return [*lines, f"Kept: {kept_in} of {seeds}", *said, *self.on_settings()]
 
     def on_settings(self) -> list[str]:
-        """Say which settings of inference were changed, in how many seeds; nothing where none were tuned."""
-        if not self.config.get("settings"):
+        """Say which settings of inference were changed, in how many seeds; nothing where none could be."""
+        if not (self.config.get("settings") or any(record.settings for record in self.records)):
             return []
         changes = collections.Counter(
             f"{name} {shown(before)} → {shown(after)}"

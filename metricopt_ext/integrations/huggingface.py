@@ -92,7 +92,7 @@ def tune_trainer(
         metric=metric_of(
             partial(_evaluated, trainer, names, data, seed),
             names=names,
-            higher=partial(_higher, trainer.args) if maximize is None else lambda name: bool(maximize),
+            higher=partial(_higher, trainer.args) if maximize is None else lambda name: maximize,
             bounds=None if "loss" in names else bounds,
             combine=combine,
         ),

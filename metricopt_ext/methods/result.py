@@ -51,6 +51,7 @@ class Result:
 
     Attributes:
         metric: The metric's name.
+        maximize: Whether higher is better.
         before: Metric of the model as it was given, on the data that the metric sees.
         after: Metric of the model as it is now.
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
@@ -97,6 +98,7 @@ class Result:
     """
 
     metric: str
+    maximize: bool
     before: float
     after: float
     best: float
@@ -157,15 +159,18 @@ class Result:
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
-            by_value = self.verdict.guard == "none"  # data held out, which `guard` may name, come after all are asked
-            how = "the best by its value alone" if by_value else "as no other surely gains on it"
-            lines.append(f"the search began from {kept(self.started_at)}, {how} ({shown})")
+            lines.append(f"the search began from {kept(self.started_at)}, {self._why_there()} ({shown})")
         if self.against != "start":
-            lines.append(
-                f"{kept(self.against)} had no verdict: it is in force, as it is not surely worse than the model as"
-                " trained, and the end is judged against it"
-            )
+            lines.append(without_verdict(self.against))
         return lines + self.on_search()
+
+    def _why_there(self) -> str:
+        broken = () if self.constrained is None else self.constrained.violated["start"]
+        if broken and self.started_at != "start":
+            return f"as the model as it was violates {' and '.join(map(str, broken))}"
+        best = self.starts[self.started_at] == (max if self.maximize else min)(self.starts.values())
+        by_value = best and self.verdict.guard == "none"  # data held out, which `guard` may name, come after all
+        return "the best by its value alone" if by_value else "as no other surely gains on it"
 
     def findings(self) -> list[str]:
         """Say what became of all else than the metric, and why the best candidate was not kept."""
@@ -294,6 +299,14 @@ class Result:
         return with_so_little_data((self.needed or 0) + self.optimism)
 
 
+def without_verdict(name: str) -> str:
+    """Say that the guard did not judge a start that is presumed."""
+    return (
+        f"{kept(name)} had no verdict: it is in force, as it is not surely worse than the model as trained, and the end"
+        " is judged against it"
+    )
+
+
 def with_so_little_data(gain: float) -> str:
     """Say that a gain up to this one is not believed."""
     return (
@@ -357,6 +370,7 @@ def outcome(
     others = {name: {k: v for k, v in each.also.items() if k not in made_of} for name, each in candidates.items()}
     return {
         "metric": metric.name,
+        "maximize": metric.maximize,
         "before": candidates["start"].value,
         "after": candidates[decision.kept].value,
         "best": min(candidates.values(), key=lambda each: each.cost).value,

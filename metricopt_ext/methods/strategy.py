@@ -133,7 +133,7 @@ class Plan:
             )
         check_integer(0, queries=queries, seed=seed)
         deviates(guard_confidence)  # refuses what is out of range
-        candidates = all_starts(task, starts or {})
+        candidates = all_starts(task, {} if starts is None else starts)
         if isinstance(strategy, LearningStrategy):
             _check_learner(task, strategy, [*candidates][1:])
         task.metric.ledger.require(queries)

@@ -150,9 +150,9 @@ class Metric(CostScale):
         self.new_classes: bool = new_classes
         self.also: dict[str, Callable[..., Any]] = dict(also or {})
         self.constraints: tuple[Constraint, ...] = parse_constraints(subject_to, name)
-        for each in self.constraints:
-            if (directions or {}).get(each.name, each.at_least) != each.at_least:
-                raise ValueError(f"directions and subject_to, {each}, say the opposite of {each.name!r}; leave one out")
+        for bound in self.constraints:
+            if (directions or {}).get(bound.name, bound.at_least) != bound.at_least:
+                raise ValueError(f"directions say the opposite of subject_to, {bound}; leave {bound.name!r} out of one")
         self.subject_to: dict[str, str] = dict(subject_to or {})
         self.callbacks: list[OnQuery] = []
         self.log: Log | None = None

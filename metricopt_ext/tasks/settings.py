@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, TypeGuard
 
+from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.utils.checks import check_above, check_at_least, check_integer
 from metricopt_ext.utils.words import brief, nearest
 
@@ -276,6 +277,10 @@ class Settings:
         if name not in self._settings:
             raise ValueError(f"there is no setting {brief(name)}{nearest(str(name), list(self.names))}")
         return self._settings[name]
+
+    def judges(self, metric: CostScale) -> bool:
+        """Whether a metric judges the model as these settings have it: any does, unless they act on some alone."""
+        return True
 
     def complete(self, values: Values) -> dict[str, Value]:
         """Return a value for every setting: the given ones, and else the defaults.

@@ -184,8 +184,8 @@ class FinetuneTask:
         for name in batches_of.keys() - self.metric.subject_to.keys():
             if made is None or not made.combines(name):
                 raise ValueError(
-                    f"batches_of has {name!r}, but metric {self.metric.name!r} has no such outcome, nor is it subject to"
-                    " one; leave it out"
+                    f"batches_of has {name!r}, but metric {self.metric.name!r} has no such outcome, nor is it subject"
+                    " to one; leave it out"
                 )
             if self.metric.outcome_sign(name) is None:
                 remedy = f"Metric(..., directions={{{name!r}: True}}), or False"

@@ -175,6 +175,7 @@ def test_a_direction_that_the_host_guesses_is_asked_for(
 
     host = trainer(tmp_path, compute_metrics=both, **best)
     assert_refused(lambda: tuned(host, metric), ConfigError, *named)
+    assert_refused(lambda: tuned(host, metric, maximize="min"), ValueError, "maximize", "'min'")
     if best == {"metric_for_best_model": "wer"}:
         run = tuned(host, queries=8, maximize=False)
         assert run.after <= run.before

@@ -377,6 +377,13 @@ def test_of_a_single_division_all_that_was_asked_tells_chance() -> None:
     assert chosen({"trained": trained, "lucky": lucky, **others}) == "trained"
 
 
+def test_of_several_divisions_what_was_asked_to_be_bad_tells_nothing() -> None:
+    evaluated = {"trained": start_of(50, *[0] * 8), "good": start_of(49, *[1, -1] * 4), "bad": start_of(80, *[20] * 8)}
+    assert chosen(evaluated) == "good"
+    evaluated["good"] = start_of(49, *[1.4, -1.4] * 4)  # half of it is .7, and 1.48 times that above the gain
+    assert chosen(evaluated) == "trained"
+
+
 @pytest.mark.parametrize(("apart", "kept"), [(0.002, "near"), (0.1, "start")])
 def test_a_start_is_kept_only_if_it_surely_gains_by_all_that_was_asked(
     apart: float, kept: str, quadratic: Make
@@ -390,6 +397,25 @@ def test_a_start_is_kept_only_if_it_surely_gains_by_all_that_was_asked(
     task = task.judged_by(Metric(lambda: next(answers), maximize=True, name="lucky"))
     result = go(task, strategy=RandomSearch(), starts={"near": Start(0.1 * task.goal)})
     assert (result.started_at, result.chosen) == ("near", kept)
+
+
+def test_a_result_says_why_a_search_began_where_it_did(quadratic: Make) -> None:
+    """By value of plain numbers; for a limit that the trained model breaks; not by a value that nobody is sure of."""
+
+    def began(told: Any, **options: Any) -> str:
+        task = quadratic()
+        metric = Metric(
+            lambda: told(float(task.adapter.phi.abs().sum())), maximize=True, bounds=None, name="m", **options
+        )
+        result = go(task.judged_by(metric), strategy=RandomSearch(), starts={"near": Start(0.1 * task.goal)})
+        (line,) = (line for line in result.lines() if line.startswith("the search began"))
+        return line
+
+    assert "the best by its value alone" in began(lambda moved: moved)
+    broken = began(lambda moved: {"m": -moved, "size": moved}, subject_to={"size": ">= 0.01"})
+    assert "'near'" in broken
+    assert "violates size" in broken
+    assert "no other surely gains" in began(lambda moved: (moved, (0.1, 0.2) if moved else (math.nan, 0.1)))
 
 
 def test_of_plain_numbers_and_of_repeats() -> None:

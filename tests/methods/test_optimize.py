@@ -210,6 +210,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], tuple[Any, ...]]] =
     ({"strategy": RECIPE, "starts": {"a": Start(torch.zeros(4))}}, ValueError, ("starts",)),
     ({"starts": {"a": Start(torch.zeros(3))}}, AdapterError, ("'a'", "phi", "(3,)")),
     ({"starts": {"search": Start(torch.zeros(4))}}, ValueError, ("search",)),
+    ({"starts": []}, ValueError, ("starts", "[]")),
     ({"guard_confidence": 0.4}, ValueError, ("guard_confidence", "0.4", "0.5", "1")),
     ({"callback": print}, ValueError, ("callback", "Callback")),
     ({"queries": 6}, BudgetError, ("6", "queries", "7")),

@@ -18,13 +18,15 @@ from torch.nn.functional import normalize
 pytest.importorskip("faiss")
 pytest.importorskip("pytorch_metric_learning")
 
+from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.labelled import Split
+from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.retrieval.config import RetrievalConfig
 from metricopt_ext.retrieval.experiment import WHITENINGS, RetrievalExperiment
 from metricopt_ext.retrieval.few_classes import FewClasses, error_over_classes
 from metricopt_ext.retrieval.named_metric import embed_with
-from metricopt_ext.retrieval.recall import hits_at_k
+from metricopt_ext.retrieval.recall import hits_at_k, recall_metric
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
@@ -133,6 +135,12 @@ def test_a_whitening_is_of_validation_images_before_the_embedder_scales_them(par
     expected = hits_at_k(torch.from_numpy(whitened / np.linalg.norm(whitened, axis=1)[:, None]), of.y, (1,))[1].mean()
     assert task.evaluate(start, "test").value == pytest.approx(expected, abs=2 / len(of))  # what is near in float32
     assert abs(task.evaluate(Start(phi), "test").value - expected) > 4 / len(of)
+
+
+def test_a_holdout_that_the_settings_do_not_reach_is_refused(tmp_path: Path) -> None:
+    made = RetrievalExperiment(load_config(RetrievalConfig, DIGITS, [*TINY, SPLIT]), tmp_path, 3)
+    holdout = recall_metric([(made.splits.test.x, made.splits.test.y)], ks=(1,))
+    assert_refused(lambda: optimize_metric(made.task, queries=20, holdout=holdout), ValueError, "holdout", "settings")
 
 
 def divided(values: torch.Tensor) -> list[tuple[float, float]]:
