@@ -186,7 +186,7 @@ TABLE := data.name=breast_cancer data.positive=benign data.standardise=true shif
 	adapter.kind=input_bias 'adapter.layers=[]'
 PUBLISHED := model.name=small_cnn 'adapter.layers=["norm*"]' model.epochs=1 adapter.dim=4 finetune.steps=2 device=cpu seeds=1 'budgets=[22]'
 
-benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size, which takes about two minutes
+benchmarks-smoke: $(STAMP)  ## run the commands of benchmarks/ once at toy size, but those that convert or need files
 	rm -rf $(SMOKE)
 	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/ablations --seeds 1 --workers 1 --changes 'labels: linear' 'ES, 3 pairs' Adam 'K = 2' --task configs/classification/digits.yaml $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/ablate_recipe.py --output-dir $(SMOKE)/paper --strategy paper --seeds 1 --workers 1 --changes Adam 'P = 12' 'ends at random' 'K = 100% of T' --task configs/classification/digits.yaml $(TINY) method.evals=3 queries=20
@@ -204,6 +204,7 @@ benchmarks-smoke: $(STAMP)  ## run each command of benchmarks/ once at toy size,
 	.venv/bin/python benchmarks/measure_transfer.py --task classification $(TOY) --output-dir $(SMOKE)/transfer --learners recipe paper --to model.name=measure_transfer:wide_cnn model.folder=benchmarks --both $(TINY) $(RECIPE) queries=60
 	.venv/bin/python benchmarks/reproduce_figure3.py --output-dir $(SMOKE)/figure3 --tasks 4 6 --held-out 3 --starts 2 $(TABLE) metric.name=aucpr seeds=1 device=cpu model.epochs=5 adapter.dim=4 finetune.steps=6 method.evals=3
 	.venv/bin/python tools/finetune_classifier.py $(TOY) --output-dir $(SMOKE)/sibling $(TINY) $(TABLE) 'methods=[sl_r,metricopt_paper,metricopt_learned]' $(LEARNED) siblings.trains=phi siblings.threshold_evals=7 siblings.sl.iterations=4 siblings.sl.universal.steps=6 siblings.sl.evals=2 queries=30
+	.venv/bin/python tools/finetune_retrieval.py --config-file configs/retrieval/digits.yaml --output-dir $(SMOKE)/retrieval $(TINY) $(RECIPE) 'methods=[]' queries=60
 	.venv/bin/python benchmarks/published_cifar.py --toy --output-dir $(SMOKE)/published
 	.venv/bin/python tools/compare.py --config-file benchmarks/configs/published/noise.yaml --output-dir $(SMOKE)/noise data.root=$(SMOKE)/published/noise.npz $(PUBLISHED)
 	.venv/bin/python benchmarks/value_plots.py --task classification $(TOY) --output-dir $(SMOKE)/pictures $(TINY) $(RECIPE) queries=60
