@@ -109,26 +109,16 @@ class RunFolder:
             yield
 
     @contextmanager
-    def counted(self, task: FinetuneTask, queries: int) -> Iterator[FinetuneTask]:
+    def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
         """Count a run in its own ledger, which the metric's ledger is charged for by `keep`.
 
-        What an interrupted run evaluated is read from the log and booked as before. A run with a folder that fails
-        before all is kept is not charged: its work is reused when it is resumed. Without a folder it is charged for
-        what it spent.
+        A run with a folder that fails before all is kept is not charged: its work is reused when it is resumed. Without
+        a folder it is charged for what it spent.
 
         Args:
-            task: Its metric has the run's ledger meanwhile.
+            metric: It has the run's ledger meanwhile.
             queries: The run's budget.
-
-        Yields:
-            The task, whose metric keeps its evaluations in the folder.
         """
-        with self.own_ledger(task.metric, queries):
-            yield task.judged_by(task.metric.logged(self.log(task.metric)))
-
-    @contextmanager
-    def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
-        """Count a run apart; see `counted`."""
         own, metric.ledger = metric.ledger, Ledger(queries)
         self._unpaid = own, metric.ledger
         try:

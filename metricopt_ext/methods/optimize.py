@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,11 @@ def optimize_metric(
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
             result = (_learned if isinstance(plan.strategy, LearningStrategy) else _searched)(plan)
-            result = distributed.on_first(lambda: looked_at(confirmed_by(holdout, result, plan), task, looked))
+            if holdout is not None:
+                plan.callback.stage("held-out data")
+                aside = task.judged_by(holdout.logged(plan.folder.log(holdout, HOLDOUT)))
+                result = distributed.on_first(partial(confirmed, result, aside, plan.confidence))
+            result = distributed.on_first(lambda: looked_at(result, task, looked))
         task.adapter.apply(result.start_of(result.chosen))
         plan.folder.keep(task, result)
         plan.callback.outcome(result.before, result.after)
@@ -208,15 +213,6 @@ def _searched(plan: Plan) -> Result:
     with plan.folder.own_ledger(metric, plan.queries + besides):
         (result,) = search_results(plan, kept=log)
     return result
-
-
-def confirmed_by(holdout: Metric | None, result: Result, plan: Plan) -> Result:
-    """Return a result with held-out data's choice among its candidates, which a folder keeps; itself without any."""
-    if holdout is None:
-        return result
-    plan.callback.stage("held-out data")
-    log = plan.folder.log(holdout, HOLDOUT)
-    return confirmed(result, plan.task.judged_by(holdout.logged(log)), plan.confidence)
 
 
 @contextmanager

@@ -57,8 +57,6 @@ class Result:
         best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
         chance: Standard deviation of the chance part of a gain; None for an unguarded run, as nothing measures it.
-        optimism: How much of the gain is expected to vanish on other data, as what was kept was chosen by its metric; 0
-            if nothing measures it.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
@@ -104,7 +102,6 @@ class Result:
     best: float
     chosen: str
     chance: float | None
-    optimism: float
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
@@ -245,6 +242,11 @@ class Result:
         )
 
     @property
+    def optimism(self) -> float:
+        """How much of the gain is expected to vanish on other data, as the end was chosen for its metric."""
+        return self.verdict.optimism
+
+    @property
     def promised(self) -> float | None:
         """Share of how the outcomes varied that their own losses promised; None without promises."""
         f = None if self.fit is None else self.fit.f
@@ -376,7 +378,6 @@ def outcome(
         "best": min(candidates.values(), key=lambda each: each.cost).value,
         "chosen": decision.kept,
         "chance": verdict.chance,
-        "optimism": verdict.optimism,
         "needed": verdict.needed,
         "ends": ends,
         "values": {name: each.value for name, each in candidates.items()},

@@ -49,7 +49,12 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
         AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or it has
             numbers that are not finite where the model's are, or a variance below 0.
     """
-    check_starts(starts)
+    example = "map names to starts, as {'balanced': mo.Start(phi)}"
+    if not isinstance(starts, Mapping):
+        raise ValueError(f"starts are {brief(starts)}; they must {example}")
+    for name, start in starts.items():
+        if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
+            raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
     for name, start in starts.items():
         if name in ("start", SETTINGS, "search", "part"):
@@ -59,20 +64,6 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
         except AdapterError as error:
             raise AdapterError(f"start {name!r}: {error}") from error
     return found
-
-
-def check_starts(starts: Any) -> None:
-    """Refuse what does not map names to starts, or to None for one that does not apply.
-
-    Raises:
-        ValueError: The message says what they must be.
-    """
-    example = "map names to starts, as {'balanced': mo.Start(phi)}"
-    if not isinstance(starts, Mapping):
-        raise ValueError(f"starts are {brief(starts)}; they must {example}")
-    for name, start in starts.items():
-        if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
-            raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
 
 
 def _checked(task: FinetuneTask, start: Start | StartLine | None) -> Start | StartLine:

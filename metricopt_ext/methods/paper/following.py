@@ -70,9 +70,11 @@ class TrajectoryLearner(LearningStrategy):
 
     def run(self, context: Plan) -> Result:
         """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
-        with context.folder.counted(context.task, context.queries) as task:
-            store, ledger, log = context.folder.trajectories, task.metric.ledger, task.metric.log
-            context.callback.on_file(0 if log is None else log.answered * task.metric.repeats)
+        metric, store = context.task.metric, context.folder.trajectories
+        with context.folder.own_ledger(metric, context.queries):
+            log, ledger = context.folder.log(metric), metric.ledger
+            task = context.task.judged_by(metric.logged(log))
+            context.callback.on_file(log.answered * metric.repeats)
             for trajectory in store:  # its queries are booked, and told of, from the log
                 for phi in trajectory.observed_phi.to(task.origin()):
                     task.evaluate(phi, "collect")
