@@ -22,7 +22,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.cli import RUNS_CODE, TASKS, experiment_of
 from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.experiment import Experiment
-from metricopt_ext.experiment.output_folder import GROWS, open_run
+from metricopt_ext.experiment.output_folder import GROWS, open_run, refuse_among_data
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.style import direction, print_points
 from metricopt_ext.methods.assessment import QUERIES, Assessment
@@ -127,6 +127,8 @@ def assess_seed(
     strategy = config.build_strategy()
     if not isinstance(strategy, GuidedTrustRegion) and folder is not None:
         raise ConfigError(f"method.name={config.method.name} does not go on from these queries: leave --output-dir out")
+    if folder is not None:
+        refuse_among_data(folder, config.data_files())
     open_settings = {key: value for key, value in config.as_dict().items() if key != GROWS}
     seed = config.seed
     with distributed.sharing(open_settings), ExitStack() as held:

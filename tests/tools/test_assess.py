@@ -57,6 +57,13 @@ def test_what_is_no_config_is_refused_with_the_reasons(tmp_path: Path) -> None:
     assert_refused(lambda: assess.read(LONGTAIL, ["quries=3"]), ConfigError, "unknown", "quries", "queries")
 
 
+def test_an_output_folder_among_the_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    experiment, config = assess.read(LONGTAIL, ["data.name=image_folder", f"data.root={tmp_path / 'data'}"])
+    folder = tmp_path / "data" / "out"
+    assert_refused(lambda: assess.assess_seed(experiment, config, 20, folder, False), ConfigError, "--output-dir")
+
+
 @pytest.mark.slow
 def test_the_tool_goes_on_from_it_with_any_number_of_queries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
