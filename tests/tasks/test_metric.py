@@ -82,6 +82,7 @@ def test_a_cost_is_the_value_with_a_sign_and_a_learner_s_is_scaled(
     of_batch = BatchMetric(lambda scores, labels: value, maximize=maximize, bounds=bounds)
     assert of_batch.value(torch.zeros(2), torch.zeros(2), "test") == value
     assert of_batch.cost(torch.zeros(2), torch.zeros(2), "test") == pytest.approx(scaled, abs=1e-15)
+    assert metric.value_of(scaled) == value
 
 
 def test_rounding_beyond_a_bound_is_the_bound() -> None:
