@@ -304,8 +304,8 @@ class Result:
 def without_verdict(name: str) -> str:
     """Say that the guard did not judge a start that is presumed."""
     return (
-        f"{kept(name)} had no verdict: it is in force, as it is not surely worse than the model as trained, and the end"
-        " is judged against it"
+        f"{kept(name)} had no verdict: a start that is presumed is in force unless it is surely worse than the model as"
+        " trained, and the end is judged against it"
     )
 
 

@@ -104,7 +104,7 @@ class FinetuneTask:
         Raises:
             ValueError: ``population`` is below 1, one of ``loss`` and ``batches`` is given without the other, or
                 ``gradients`` or ``inputs`` beside them; or the gradients are of another shape, not finite, or 0; or
-                there are no inputs.
+                there are no inputs; or ``batches_of`` names what is no outcome, or one of no known direction.
             TypeError: ``adapter`` or ``metric`` is something else, ``batches`` can't be replayed, ``loss`` is no
                 function of model and batch, or ``settings`` is no `Settings`.
             AdapterError: The model does not return logits for ``inputs``. Or the offsets act on a layer that does not
