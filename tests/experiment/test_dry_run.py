@@ -191,6 +191,23 @@ def test_the_plan_of_a_line_is_what_a_search_asks(
     assert result.queries == {"starts": 1 + along, "search": queries - 1 - along}
 
 
+def test_a_line_is_planned_from_what_is_presumed() -> None:
+    """As a search looks along it: from the whitening, which is in force, to the whitening with BatchNorm besides."""
+    own, phi = {"whitening": 0.5}, torch.zeros(4)
+    line = StartLine(lambda t: Start(phi, {"mean": torch.full((3,), t)}, own), 0.0, 1.0, (0.75, 0.5, 1.0))
+    found = {
+        "whitening": Start(phi, settings=own, presumed=True),
+        "both": Start(phi, {"mean": torch.ones(3)}, own),
+        "line": line,
+    }
+    config = settings(queries=60)
+    rows, _ = planned(config.build_strategy(), config, 4, 1, found, {"mean": torch.zeros(3)})
+    along = dict(rows)["the line line"]
+    assert "including those of both" in along
+    assert "whitening" not in along
+    assert "if both is better" in along
+
+
 def test_the_time_is_the_probes_times_the_plan() -> None:
     config = settings(method=RECIPE)
     _, work = planned(config.build_strategy(), config, 4, population=3)

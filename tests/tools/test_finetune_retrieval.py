@@ -343,14 +343,17 @@ def test_sibling_methods_on_request(trains: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whitening_that_is_kept_is_merged_and_no_setting_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("starts", "power"), [([], 0.5), (["starts=[batchnorm,lda_whitening]"], 0.75)])
+def test_a_whitening_that_is_kept_is_merged_and_no_setting_then(
+    starts: list[str], power: float, tmp_path: Path
+) -> None:
     """The first query is the model as trained, the second whitened; the tuned model has it in its last layer alone."""
-    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, "queries=20")
+    call("--config-file", DIGITS, "--output-dir", tmp_path / "run", *SIZES, "queries=20", *starts)
     folder = tmp_path / "run" / "seed-0"
     asked = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if '"value"' in line]
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["methods"]["pretrained"]["validation"] == [asked[0]["value"]]
-    assert [each.get("settings", {}).get("whitening") for each in asked[:3]] == [None, 0.5, 0.5]
+    assert [each.get("settings", {}).get("whitening") for each in asked[:3]] == [None, power, power]
     assert ["replaced" in each for each in asked[:3]] == [False, False, True]
     before, after = load_file(folder / "model.safetensors"), load_file(folder / "tuned.safetensors")
     assert load_inference(folder) == {"whitening": 0.0, "covariance": "all", "augmentation": 0}
