@@ -222,7 +222,7 @@ def _along(line: PlannedLine) -> str:
     if not line.queries:
         return "left out, as there are too few queries"
     among = f", including those of {' and '.join(line.holds)}" if line.holds else ""
-    where = f", if {line.leads_to} is better than the model as trained" if line.leads_to else ""
+    where = f", if {line.leads_to} is better than where it begins" if line.leads_to else ""
     return f"{line.queries + len(line.holds)} queries{among}{where}"
 
 
