@@ -12,11 +12,10 @@ from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.ending import confirmed
-from metricopt_ext.methods.evaluating import begun, search_results
 from metricopt_ext.methods.folder import HOLDOUT, RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE, check_holdout, held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run import SearchRun
+from metricopt_ext.methods.run import SearchRun, begun, search_results
 from metricopt_ext.methods.strategy import LearningStrategy, Plan, Strategy
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code

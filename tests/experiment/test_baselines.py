@@ -23,8 +23,8 @@ from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
-from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.optimize import optimize_metric
+from metricopt_ext.methods.run import searched
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import GuidedES, RandomSearch
 from metricopt_ext.tasks.metric import Metric

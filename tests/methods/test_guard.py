@@ -23,7 +23,6 @@ from metricopt_ext import Callback, FinetuneTask, Metric, Result, Search, Start,
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.ending import Began, guarded
-from metricopt_ext.methods.evaluating import searched
 from metricopt_ext.methods.guard import (
     CLIMBED,
     CONFIDENCE,
@@ -47,6 +46,7 @@ from metricopt_ext.methods.guard import (
     kept_share,
 )
 from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.run import searched
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
