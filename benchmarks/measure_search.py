@@ -206,8 +206,9 @@ def search(
     starts = {**experiment.starts(), **more}
     fresh = task.judged_by(task.metric.with_settings())
     given = {"starts": starts, "guard_confidence": config.guard.confidence, "seed": experiment.seed}
-    plan = Plan.of(fresh, queries=budgets[0], strategy=search, **given)
-    return list(search_results(replace(plan, callback=callback), budgets[1:]))
+    plan = Plan(fresh, queries=budgets[0], strategy=search, **given)
+    plan.callback = callback
+    return list(search_results(plan, budgets[1:]))
 
 
 def followed(experiment: Experiment[Any], run: Result) -> float | None:

@@ -119,6 +119,7 @@ class Context(KeepsPrecision):
             adapter for which its phi means something else.
         originals: What a start replaced, by name in the bare model's state dict; no part of any state dict.
         own: The model's own tensors where hosts have put others.
+        trial: Of ask and tell, the one that the model is at; None if it is at none.
     """
 
     signature: Tensor
@@ -136,6 +137,7 @@ class Context(KeepsPrecision):
         self.originals: dict[str, Tensor] = {}
         self.own: dict[Place, Tensor | None] = {}
         self.held: Held = Held()
+        self.trial: int | None = None
         self.thawed: list[str] = []
         self.pins: list[Any] = []
         self.hosts: list[Host] = []

@@ -128,7 +128,7 @@ def metricopt(search: GuidedTrustRegion | None = None, confidence: float = CONFI
         limited = with_budget(task, max(numbers) + (len(numbers) - 1) * ends)
         known, meter, elsewhere = on_file(started, limited), Meter(limited), 0
         given: dict[str, Any] = {"strategy": engine, "starts": starts, "guard_confidence": confidence, "seed": seed}
-        plan = Plan.of(limited, queries=numbers[0], **given)
+        plan = Plan(limited, queries=numbers[0], **given)
         for result in search_results(plan, numbers[1:], known):
             reached = now()
             spent, before = result.queries_per_start - started.spent, elsewhere

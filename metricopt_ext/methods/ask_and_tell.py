@@ -1,13 +1,11 @@
 """Ask and tell: a search whose points anybody may evaluate, in this process or elsewhere, today or tomorrow."""
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +29,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.files import opened_atomically, save_checkpoint
 from metricopt_ext.utils.numbers import number_of
 from metricopt_ext.utils.words import brief, counted
-
-# Which trial each model is at, by what holds its phi.
-_APPLIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +64,18 @@ class Trial:
             AdapterError: Another trial is applied, as all share the model.
         """
         adapter = self._task.adapter
-        other = _APPLIED.get(adapter.context)
+        other = adapter.context.trial
         if other not in (None, self.id):
             raise AdapterError(
                 f"trial {self.id} is of the same model as trial {other}, which is applied; leave its with block"
                 " first, or write both to files, trial.checkpoint(path)"
             )
-        _APPLIED[adapter.context] = self.id
+        adapter.context.trial = self.id
         try:
             with self._task.at(self.at) as model:
                 yield model
         finally:
-            if other is None:
-                del _APPLIED[adapter.context]
+            adapter.context.trial = other
 
     def checkpoint(self, path: str | Path) -> None:
         """Write the model at this trial as an ordinary state dict, phi merged into the weights.
@@ -105,7 +99,7 @@ class Trial:
                 torch.save(state, file)
 
 
-class Search:
+class Search(AbstractContextManager["Search"]):
     """A search that you ask for trials and tell the metric's values (ask and tell, as in Optuna, Ax and cma).
 
     Its first trials are the model as trained and the other starts; then it searches from one of them. Trials come in
@@ -166,23 +160,14 @@ class Search:
                 f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings;"
                 " use optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
             )
-        plan = Plan.of(
-            task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
-        )
-        with task.adapter.applied(Start(task.origin())):
-            plan.strategy.check(task)
-            task.check_loss(seed, 2)
+        given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
+        plan = Plan(task, queries=queries, strategy=strategy, **given)
         self.folder: RunFolder = RunFolder(output_dir, plan.identity())
         self.task: FinetuneTask = task
-        self.strategy: SearchStrategy = plan.strategy
-        self.queries: int = queries // task.metric.repeats
-        self._held = ExitStack()
-        self._held.enter_context(self.folder.writing(resume))
-        try:
+        with ExitStack() as held:
+            held.enter_context(self.folder.writing(resume))
             self._run = SearchRun(plan, self.folder.log(task.metric))
-        except BaseException:
-            self._held.close()
-            raise
+            self._held = held.pop_all()
         self._asking = self._run.asking
         self._trials: dict[int, Trial] = {}
 
@@ -291,14 +276,13 @@ class Search:
         """How many evaluations have failed, in earlier processes too."""
         return self._asking.log.failed
 
-    def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
+    def assessment(self, most: int) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
 
         Args:
             most: How many trials.
-            seconds: Seconds that a query took.
         """
-        return self._run.assessment(most, seconds)
+        return self._run.assessment(most)
 
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
@@ -322,10 +306,6 @@ class Search:
     def close(self) -> None:
         """Leave the folder to other processes; nothing more can be told to this object."""
         self._held.close()
-
-    def __enter__(self) -> "Search":
-        """Return itself."""
-        return self
 
     def __exit__(self, *details: Any) -> None:
         """Leave the folder to other processes."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,12 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
         RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
-    plan = Plan.of(
-        task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
-    )
-    besides: dict[str, Any] = {}
+    given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
+    plan, besides = Plan(task, queries=queries, strategy=strategy, **given), dict[str, Any]()
     if holdout is not None:
         check_holdout(task, holdout)
         besides = {"holdout": [fingerprint_of_code(holdout.function), guard_confidence]}
-    with taken(plan, output_dir, resume, callback, **besides) as plan:
+    with taken(plan, output_dir, resume, callback, **besides):
         with task.keeping_weights():
             looked = distributed.on_first(lambda: task.look(Start(task.origin())))  # first: what fails costs nothing
             result = (_learned if isinstance(plan.strategy, LearningStrategy) else _searched)(plan)
@@ -170,7 +169,7 @@ def assess(
     repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
     queries = QUERIES + of_settings * repeats if queries is None else queries
     given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
-    plan = Plan.of(task, queries=queries, strategy=strategy, **given, endless=True)
+    plan = Plan(task, queries=queries, strategy=strategy, **given, endless=True)
     if not plan.strategy.anytime:
         raise ValueError(
             f"what {brief(strategy)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
@@ -179,14 +178,14 @@ def assess(
     if queries < (least := (fixed + of_settings + 1) * repeats):
         beginning = f"{counted(fixed, 'start')}, settings of inference and a point of the search"
         raise BudgetError(f"{counted(queries, 'query')} are too few: {beginning} take {least}")
-    with taken(plan, output_dir, resume, callback) as plan:
+    with taken(plan, output_dir, resume, callback):
         log, most = plan.folder.log(task.metric), queries // repeats
         plan.callback.on_file(min(queries, log.answered * repeats))
         run = SearchRun(plan, log)
         with plan.folder.own_ledger(task.metric, queries), begun(run, plan.callback) as loop:
-            for _ in loop.trials(most):
+            for _ in islice(loop.trials(), most):
                 pass
-            found = distributed.on_first(lambda: run.assessment(most, loop.seconds))
+            found = distributed.on_first(partial(run.assessment, most))
         plan.callback.done()
     return found
 
@@ -217,8 +216,8 @@ def _searched(plan: Plan) -> Result:
 @contextmanager
 def taken(
     plan: Plan, output_dir: str | Path | None, resume: bool, callback: Callback | None, **besides: Any
-) -> Iterator[Plan]:
-    """Take a run's folder and callback, and yield its plan with both.
+) -> Iterator[None]:
+    """Take a run's folder and callback, which its plan has from then on.
 
     Args:
         plan: The plan.
@@ -231,13 +230,13 @@ def taken(
     task, kept = plan.task, output_dir is not None or distributed.several()
     identity = plan.identity(**besides) if kept else {}
     with distributed.sharing({"queries": plan.queries, **identity}), ExitStack() as run:
-        folder = RunFolder(output_dir, identity)
-        run.enter_context(folder.writing(resume))
-        shown = run.enter_context(progress_of(callback, task.metric.name, plan.queries))
-        run.enter_context(task.metric.calling(shown.answered))
+        plan.folder = RunFolder(output_dir, identity)
+        run.enter_context(plan.folder.writing(resume))
+        plan.callback = run.enter_context(progress_of(callback, task.metric.name, plan.queries))
+        run.enter_context(task.metric.calling(plan.callback.answered))
         if task.chosen:
-            shown.say(task.chosen)
-        yield replace(plan, folder=folder, callback=shown)
+            plan.callback.say(task.chosen)
+        yield
 
 
 def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> Result:
@@ -250,16 +249,12 @@ def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> R
         task: Has the adapter and the metric; its ledger is not charged.
         before: What they have of the model as it was trained.
     """
-    if not before:
-        return result
-    after = before
-    if result.chosen != "start":
+    after, elsewhere = before, result.elsewhere
+    if before and result.chosen != "start":
         try:
             after = task.look(result.start_of(result.chosen))
         except MetricError as error:
             warnings.warn(f"{error}; so it is not known of the model as it is now", stacklevel=2)
             after = {}
-    elsewhere = {name: dict(each) for name, each in result.elsewhere.items()}
-    for name, values in {"start": before, result.chosen: after}.items():
-        elsewhere[name] = {**elsewhere.get(name, {}), **values}
-    return replace(result, elsewhere=elsewhere)
+    more = {name: {**elsewhere.get(name, {}), **each} for name, each in {"start": before, result.chosen: after}.items()}
+    return replace(result, elsewhere={**elsewhere, **{name: each for name, each in more.items() if each}})

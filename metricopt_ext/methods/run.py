@@ -1,9 +1,8 @@
-"""A run on a metric as one generator: starts, lines of them, settings of inference, and the search from one of them."""
+"""A run on a metric: one generator of all that it asks for, and the loop that answers it on the task's own metric."""
 
 import math
-import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, RankError
 from metricopt_ext.methods.assessment import QUERIES, Assessment, Evaluated, assessed, kind_of
@@ -32,35 +30,14 @@ from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Settings
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.words import counted
-
-CHANCE = 1e-6  # how unlikely a difference of two ranks' noisy values must be to be one of data
-
 
 # A budget that the first trials of a search do not come near: no end is asked for among them, and no batch is cut.
 OUT_OF_SIGHT = 1_000_000
 
-
-class Held:
-    """A model that stays at a start until it has to be at another, whose tensors are put in only then.
-
-    Args:
-        adapter: The model's, to which something else restores what it had (`Adapter.applied`).
-    """
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._there: Start | None = None
-
-    def at(self, start: Start) -> None:
-        """Have the model be a start."""
-        there = self._there
-        if there is not None and there.tensors is start.tensors:
-            self._adapter.set_phi(start.phi)
-        else:
-            self._adapter.apply(start)
-            self._there = start
+CHANCE = 1e-6  # how unlikely a difference of two ranks' noisy values must be to be one of data
 
 
 class SearchRun:
@@ -77,32 +54,37 @@ class SearchRun:
 
     Attributes:
         asking: Drives the run.
-        queries: Those of the sitting; it may be raised.
+        queries: Evaluations of the sitting; they may be raised.
         starts: The starts, by name; the best of lines, and tuned settings, are added.
         evaluated: The metric's evaluations of them.
         points: All starts that were asked for, those on lines too.
+        standing: Has the model be a start inside a ``with`` block, where the search may ask for its loss.
+
+    Raises:
+        AdapterError, ModuleNotFoundError: The search can't work with the task, or the loss is none (`SearchStrategy`).
+        FileFormatError: The log was given more queries.
     """
 
     def __init__(self, plan: Plan, log: Log) -> None:
-        self.task, task = plan.task, plan.task
-        self.strategy: SearchStrategy = plan.strategy
-        self.queries, *self._later = [OUT_OF_SIGHT] if plan.endless else log.sit(plan.queries // task.metric.repeats)
-        self.planned = OUT_OF_SIGHT if plan.endless else log.sittings[0].budget
+        self.task, self.strategy, self.seed, self._confidence = plan.task, plan.strategy, plan.seed, plan.confidence
+        task, budget = plan.task, plan.queries // plan.task.metric.repeats
+        self.queries, *self._later = [OUT_OF_SIGHT] if plan.endless else log.sit(budget)
+        self._planned = OUT_OF_SIGHT if plan.endless else log.sittings[0].budget
         self.starts, self._lines = divided(plan.starts)
+        self._fixed, self._least = len(self.starts), self.strategy.least_queries(task.dim, len(self.starts))
         self.evaluated: dict[str, Evaluation] = {}
         self.points: list[Point] = []
         self.limits: Limits | None = None  # known with the start
         self.started = self._against = "start"  # where the search begins, and what its end is held against
-        self.seed, self._confidence = plan.seed, plan.confidence
-        self._fixed = len(self.starts)
-        self._least = self.strategy.least_queries(task.dim, self._fixed)
         self._strengths: dict[str, float] = {}  # the t of the best of each line
         self._settings: SettingsStage | None = None
         self._search: Begun | None = None
         self._part: Answers | None = None  # what is known of the part of the way to the end
-        self._over = False  # whether there is nothing more to ask
-        self._besides = 0  # evaluations of where earlier sittings ended
-        self.held: Held | None = None  # where a loop has the model meanwhile
+        self._over, self._besides = False, 0  # whether nothing is left to ask; evaluations of earlier sittings' ends
+        self.standing: Callable[[Start], AbstractContextManager[Any]] = task.adapter.applied
+        with task.adapter.applied(Start(task.origin())):
+            self.strategy.check(task)
+            task.check_loss(self.seed, 2)
         check = (lambda values: None) if task.settings is None else task.settings.complete
         self.asking = Asking(self.batches(), log, task.metric.repeats, check)
 
@@ -117,26 +99,24 @@ class SearchRun:
             self.points.append(Point(name, start, evaluation))
         self.limits = Limits.of(self.task.metric.constraints, self.evaluated["start"])
         self.task.check_outcomes(self.evaluated["start"].outcomes.keys())
-        named = ["start", *(name for name, each in self.starts.items() if each.presumed)]
-        self._against = self._chosen(named)
+        self._against = self._chosen(["start", *(name for name, each in self.starts.items() if each.presumed)])
         yield from self._along_lines()
         self.started = model = self._begin_at()
         if self.task.settings is not None:
-            yield from self._tune_settings()
+            yield from self._tune_settings(self.task.settings)
         yield from self._searching(model)
 
     def _along_lines(self) -> Run[None]:
         base = self.task.adapter.base_state_dict()
-        spare = self.planned - held_back(self.strategy, self.task.metric) - self._least
+        spare = self._planned - held_back(self.strategy, self.task.metric) - self._least
         ranks = {name: ranked(each, self.limits) for name, each in self.evaluated.items()}
-        planned = planned_lines(self._lines, self.starts, self.planned, spare, base, ranks, self._against)
+        planned = planned_lines(self._lines, self.starts, self._planned, spare, base, ranks, self._against)
         for name, line in self._lines.items():
             if not planned[name].queries:
                 continue
             best = self.starts[self._chosen(self.evaluated)]
-            found = yield from labelled(
-                along_line(name, line, planned[name].queries, self.points, best, base, self.limits), "starts", name
-            )
+            along = along_line(name, line, planned[name].queries, self.points, best, base, self.limits)
+            found = yield from labelled(along, "starts", name)
             if found is not None:
                 (_, self.starts[name], self.evaluated[name]), self._strengths[name] = found
 
@@ -157,13 +137,12 @@ class SearchRun:
         same = [name for name in fixed if self.starts[name].of_the_same(self.starts[best])]
         return self._chosen(same) if same else best
 
-    def _tune_settings(self) -> Run[None]:
+    def _tune_settings(self, settings: Settings) -> Run[None]:
         """Tune settings at the start that was chosen; those that surely gain are a start of their own."""
-        assert self.task.settings is not None
         at, asked = self.starts[self.started], len(self.points)
-        left = self.planned - self._for_what_is_kept()
+        left = self._planned - self._for_what_is_kept()
         most = max(0, min((left - asked) // 2, left - self._least - (asked - self._fixed)))
-        stage = self._settings = SettingsStage(self.task.settings, at, self.evaluated[self.started], most, self.limits)
+        stage = self._settings = SettingsStage(settings, at, self.evaluated[self.started], most, self.limits)
         yield from labelled(stage.batches(), SETTINGS, self.started)
         if accepted(stage, self._confidence):
             _, self.starts[SETTINGS], self.evaluated[SETTINGS] = stage.best
@@ -179,61 +158,48 @@ class SearchRun:
         if self.started == SETTINGS:
             points.append(Point(SETTINGS, at, self.evaluated[SETTINGS]))
         known = [(each.start.phi, each.evaluation) for each in points if each.start.of_the_same(at)]
-        held, spent = self._for_what_is_kept(), self._spent_before()
-        with self._standing():
-            search = self.strategy.begin(
-                self.task, at, lambda: self.queries - (spent - len(known)) - held, known=known, seed=self.seed
+        held, elsewhere = self._for_what_is_kept(), self._spent_before() - len(known)
+        there = replace(at, phi=self.task.origin())
+        with self.standing(there):
+            search = self._search = self.strategy.begin(
+                self.task, at, lambda: self.queries - elsewhere - held, known=known, seed=self.seed
             )
-        search.limits, self._search = self.limits, search
+        search.limits = self.limits
         lines = {name: self.evaluated[name] for name in self._strengths if self.starts[name].of_the_same(at)}
         if lines:
             search.reached = self.starts[min(lines, key=lambda name: ranked(lines[name], self.limits))].phi
         batches, answers, shared = search.batches(), None, 0  # the budget at which a part of the way was asked for
         while True:
-            with self._standing():
-                starts = batches.send(answers)  # type: ignore[arg-type]
-            self._over = not starts
+            with self.standing(there):
+                starts = batches.send(answers)
+            self._over, answers = not starts, Answers()
             if starts:
                 self._part = None
             elif held and shared != self.queries:
-                shared, starts = self.queries, self._part_of_the_way()
-                if starts:
-                    self._part = yield Batch(starts, "search", [model])
-                    starts = []
+                shared = self.queries
+                if part := self._part_of_the_way(search):
+                    self._part = yield Batch(part, "search", [model])
             if self._over and self._later:
                 self._besides += search.end().queries - len(search.points) + (self._part is not None)
-                self.queries, answers = self._later.pop(0), Answers()
+                self.queries = self._later.pop(0)
             else:
                 answers = yield Batch(starts, "search", [model] * len(starts))
 
-    def _part_of_the_way(self) -> list[Start]:
+    def _part_of_the_way(self, search: Begun) -> list[Start]:
         """Return what the guard keeps of the way to the search's end; nothing where that is none or all of it."""
-        assert self._search is not None
-        end, at = self._search.end(), self.starts[self.started]
+        end, at = search.end(), self.starts[self.started]
         _, share = decided(self.task, self._began, end, self._confidence, self.limits)
-        if share is None or not 0 < share.share < 1:
-            return []
-        return [replace(at, phi=share.point(at.phi, end.phi))]
+        partly = share is not None and 0 < share.share < 1
+        return [replace(at, phi=share.point(at.phi, end.phi))] if share is not None and partly else []
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
-        evaluated = self.evaluated[self.started].halves is not None
-        return held_back(self.strategy, self.task.metric) if evaluated else 0
+        halves = self.evaluated[self.started].halves is not None
+        return held_back(self.strategy, self.task.metric) if halves else 0
 
     def _spent_before(self) -> int:
         """Return how many evaluations were made before the search, those that were given up not among them."""
         return len(self.points) + (0 if self._settings is None else self._settings.spent)
-
-    @contextmanager
-    def _standing(self) -> Iterator[None]:
-        """Have the model be the start that is searched from, at phi = 0: the search may ask for its loss."""
-        start = replace(self.starts[self.started], phi=self.task.origin())
-        if self.held is not None:
-            self.held.at(start)
-            yield
-            return
-        with self.task.adapter.applied(start):
-            yield
 
     # --- What it comes to --------------------------------------------------------------------------------------------
 
@@ -245,17 +211,13 @@ class SearchRun:
         """
         asking = self.asking
         asking.go_on()
-        least, evaluated = self._least, asking.log.answered
-        if self.points:
-            least += self._spent_before() - self._fixed
-        if self.points and self._search is None:  # the search begins once all of these are answered
-            told = (asking.log.told(each.id) for each in asking.batch)
-            least += sum(each is None or not each.given_up for each in told)
-        if evaluated < least and not self._over:
-            raise BudgetError(
-                f"{counted(least - evaluated, 'more trial')} must be told before there is a result:"
-                f" {evaluated} of at least {least} were"
-            )
+        known = [each.stage for each in asking.trials if asking.answer(each.id) is not None]
+        missing = self._least - self._fixed - known.count("search")
+        if self._search is None:  # it begins once all that is open is answered
+            missing += sum(asking.log.told(each.id) is None for each in asking.batch)
+        if missing > 0 and not self._over:
+            more = counted(missing, "more trial")
+            raise BudgetError(f"{more} must be told before there is a result; {len(known)} were")
         assert self._search is not None
         end = self._search.end(Answers() if self._over else asking.told())
         part = None if self._part is None else next(iter(self._part.evaluated), None)
@@ -264,38 +226,29 @@ class SearchRun:
         queries = {**result.queries, "search": result.queries["search"] + besides}
         return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)
 
-    def assessment(self, most: int, seconds: float = math.nan) -> Assessment:
+    def assessment(self, most: int) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
 
         Args:
             most: How many trials.
-            seconds: Seconds that a query took.
         """
         told = [(each, self.asking.answer(each.id)) for each in self.asking.trials[:most]]
         known = [(trial, evaluation) for trial, evaluation in told if evaluation is not None]
-        of_phi = [each for each in known if each[0].stage != "settings"]
-        adapter, began = self.task.adapter, self.starts[self.started]
-        first = [
-            Evaluated(
-                trial.name if trial.id < self._fixed else "",
-                kind_of(adapter, trial.at, began if trial.stage == "search" else None),
-                evaluation,
-            )
-            for trial, evaluation in of_phi
-        ]
-        besides = len(known) - len(of_phi)
+        began, first = self.starts[self.started], list[Evaluated]()
+        for trial, evaluation in known:
+            if trial.stage != SETTINGS:
+                kind = kind_of(self.task.adapter, trial.at, began if trial.stage == "search" else None)
+                first.append(Evaluated(trial.name if trial.id < self._fixed else "", kind, evaluation))
         if SETTINGS in self.evaluated:
-            of_starts = sum(trial.stage == "starts" for trial, _ in of_phi)
+            of_starts = sum(trial.stage == "starts" for trial, _ in known)
             first.insert(of_starts, Evaluated(SETTINGS, "settings", self.evaluated[SETTINGS]))
-            besides -= 1
         return assessed(
             self.task.metric,
             first,
             self.task.dim,
             confidence=self._confidence,
             least=self._least,
-            seconds=seconds,
-            besides=besides,
+            besides=len(known) - len(first),
             limits=self.limits,
         )
 
@@ -304,9 +257,9 @@ class SearchRun:
 
         None if it predicted nothing yet.
         """
-        if self._search is None or (quality := self._search.quality()) is None:
-            return None
-        return len(self._search.points), quality.spearman
+        search = self._search
+        quality = None if search is None else search.quality()
+        return None if search is None or quality is None else (len(search.points), quality.spearman)
 
     @property
     def _began(self) -> Began:
@@ -314,7 +267,7 @@ class SearchRun:
 
 
 class Evaluating:
-    """Answers what a run asks for, until there is nothing more to ask.
+    """Answers what a run asks for by the task's own metric, until there is nothing more to ask.
 
     Ranks that share the work run the search in step and share the evaluations; the first one's points count.
 
@@ -329,50 +282,49 @@ class Evaluating:
         self, task: FinetuneTask, asking: Asking[Any], callback: Callback, run: SearchRun | None = None
     ) -> None:
         self.task, self.asking, self.callback, self.run = task, asking, callback, run
-        self._stage, self._of_queries, self._seconds, self._new = "", 0, 0.0, 0
+        self._stage, self._known = "", 0  # what was told of
+        self._there: Start | None = None
         self._alike = distributed.world() == 1  # whether all ranks were seen to find the same value
-        self._held = Held(task.adapter)
         if run is not None:
-            run.held = self._held
+            run.standing = self._standing
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that a query took; NaN if all were on file."""
-        return self._seconds / (self._new * self.task.metric.repeats) if self._new else math.nan
-
-    def trials(self, most: int | None = None) -> Iterator[Trial]:
-        """Yield what the run asks for, each once it is answered.
-
-        Args:
-            most: How many trials are answered at most, those on file among them; None for all.
-        """
+    def trials(self) -> Iterator[Trial]:
+        """Yield what the run asks for, each once it is answered."""
         while True:
-            batch = self._next_batch(most)
+            batch = self._next_batch()
             quality = None if self.run is None else self.run.quality()
-            if quality is not None and quality[0] > self._of_queries:
-                self._of_queries = quality[0]
+            if quality is not None and quality[0] > self._known:
+                self._known = quality[0]
                 self.callback.quality(self.task.metric.ledger.spent, quality[1])
             if not batch:
                 return
-            if self._stage != (stage := batch[0].stage):
-                self._stage = stage
-                self.callback.stage(stage)
+            if self._stage != batch[0].stage:
+                self._stage = batch[0].stage
+                self.callback.stage(self._stage)
             yield from self._answered(batch)
 
-    def _next_batch(self, most: int | None) -> list[Trial]:
-        if most is not None and len(self.asking.trials) >= most:
-            return []
+    @contextmanager
+    def _standing(self, start: Start) -> Iterator[None]:
+        """Have the model be a start, whose tensors are put in only where it has others, and leave it there."""
+        if self._there is not None and self._there.tensors is start.tensors:
+            self.task.adapter.set_phi(start.phi)
+        else:
+            self.task.adapter.apply(start)
+            self._there = start
+        yield
+
+    def _next_batch(self) -> list[Trial]:
         batch = self.asking.next_batch()
-        if distributed.world() > 1:
-            wanted = [(each.id, each.stage, each.name, dict(each.at.settings)) for each in batch]
-            of_first, points = distributed.on_first(lambda: (wanted, [each.at.phi for each in batch]))
-            if wanted != of_first:
-                raise RankError(
-                    f"rank {distributed.rank()} would ask for {wanted}, and rank 0 for {of_first}: the loss must be the"
-                    " same on all"
-                )
-            batch = self.asking.placed(points)
-        return batch if most is None else [trial for trial in batch if trial.id < most]
+        if distributed.world() == 1:
+            return batch
+        wanted = [(each.id, each.stage, each.name, dict(each.at.settings)) for each in batch]
+        of_first, points = distributed.on_first(lambda: (wanted, [each.at.phi for each in batch]))
+        if wanted != of_first:
+            raise RankError(
+                f"rank {distributed.rank()} would ask for {wanted}, and rank 0 for {of_first}: the loss must be the"
+                " same on all"
+            )
+        return self.asking.placed(points)
 
     def _answered(self, trials: Sequence[Trial]) -> Iterator[Trial]:
         """Answer the trials of a batch: first those on file, then the others."""
@@ -380,17 +332,14 @@ class Evaluating:
         for trial in trials:
             if (known := self.asking.answer(trial.id)) is not None:
                 metric.ledger.spend(stage, metric.repeats)
-                yield trial
                 metric.tell(known, stage, trial.at.phi, on_file=True)
-        new = [trial for trial in trials if self.asking.log.told(trial.id) is None]
-        began, spent = time.perf_counter(), metric.ledger.spent
+                yield trial
+        new, spent = [trial for trial in trials if self.asking.log.told(trial.id) is None], metric.ledger.spent
         for trial, evaluation in zip(new, self._evaluations(new), strict=True):
-            self._seconds, self._new = self._seconds + time.perf_counter() - began, self._new + 1
             self.asking.tell(trial.id, evaluation)
-            yield trial
             spent += metric.repeats  # the ledger has all that were evaluated at once already
             metric.tell(evaluation, stage, trial.at.phi, spent)
-            began = time.perf_counter()
+            yield trial
 
     def _evaluations(self, trials: Sequence[Trial]) -> Iterator[Evaluation]:
         """Yield the metric's evaluations of trials, as many at once as there are ranks, each of which books all.
@@ -405,12 +354,12 @@ class Evaluating:
         metric = self.task.metric
 
         def judged(trial: Trial) -> Evaluation:
-            self._held.at(trial.at)
-            return self.task.judge(trial.at, self._where(trial))
+            with self._standing(trial.at):
+                return self.task.judge(trial.at, self._where(trial))
 
         while trials:
-            possible = int(min(distributed.world() if self._alike else 1, metric.ledger.left / metric.repeats))
-            wave, trials = trials[: max(1, possible)], trials[max(1, possible) :]
+            at_once = min(distributed.world() if self._alike else 1, metric.ledger.left / metric.repeats)
+            wave, trials = trials[: max(1, int(at_once))], trials[max(1, int(at_once)) :]
             metric.ledger.spend(wave[0].stage, len(wave) * metric.repeats)
             if self._alike:
                 yield from distributed.each(judged, wave)
@@ -427,15 +376,9 @@ class Evaluating:
 
 @contextmanager
 def begun(run: SearchRun, callback: Callback) -> Iterator[Evaluating]:
-    """Begin what answers a run, once its loss was checked, and refuse one that changed the model's weights."""
-    task = run.task
-    run.strategy.check(task)
-    task.check_loss(run.seed, 2)
-    with task.metric.calling(callback.answered), task.keeping_weights():
-        try:
-            yield Evaluating(task, run.asking, callback, run)
-        finally:
-            run.held = None
+    """Begin what answers a run, and refuse one that changed the model's weights."""
+    with run.task.metric.calling(callback.answered), run.task.keeping_weights():
+        yield Evaluating(run.task, run.asking, callback, run)
 
 
 def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = None) -> Iterator[Result]:
@@ -460,18 +403,17 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
     if numbers != sorted(set(numbers)):
         raise ValueError(f"queries are {[plan.queries, *later]}; they must ascend, by the metric's repeats at least")
     metric.ledger.require((numbers[-1] + len(later) * (1 + held_back(plan.strategy, metric))) * metric.repeats)
-    run = SearchRun(plan, kept or Log(None, metric))
+    run, advised, of_settings = SearchRun(plan, kept or Log(None, metric)), False, 0
     with begun(run, plan.callback) as loop:
-        said, of_settings = False, 0
         for number in numbers:
             if number != numbers[0]:
                 run.queries = number
             for trial in loop.trials():
-                of_settings += trial.stage == "settings"
+                of_settings += trial.stage == SETTINGS
                 of_phi = trial.id + 1 - of_settings
-                if not said and trial.stage != "settings" and of_phi >= min(QUERIES, run.queries - of_settings):
-                    said = True
-                    for line in run.assessment(trial.id + 1, loop.seconds).lines():
+                if not advised and trial.stage != SETTINGS and of_phi >= min(QUERIES, run.queries - of_settings):
+                    advised = True
+                    for line in run.assessment(trial.id + 1).lines():
                         plan.callback.say(line)
             yield distributed.on_first(run.outcome)
         if moved := run.asking.moved():
@@ -533,14 +475,13 @@ def alike(metric: Metric, found: Sequence[Evaluation]) -> Evaluation:
 def _agree(metric: Metric, a: Evaluation, b: Evaluation) -> bool:
     """Whether evaluations of one model are the same but for rounding, and for the noise that repeats show."""
     low, high = metric.bounds or (0.0, 1e-3)
-    close = partial(math.isclose, rel_tol=ROUNDING, abs_tol=1e-6 * (high - low))  # single precision, of what is near 0
+    slack = 1e-6 * (high - low)  # single precision, of what is near 0
     if metric.repeats > 1:
-        spread = math.hypot(a.noise or 0.0, b.noise or 0.0)
-        if close(a.value, b.value) or not spread:
-            return close(a.value, b.value)
-        from scipy.special import stdtr  # of Student's t distribution
+        from scipy.special import stdtrit  # of Student's t distribution
 
-        return bool(2 * stdtr(2 * (metric.repeats - 1), -abs(a.value - b.value) / spread) > CHANCE)
-    values, others = ((each.value, *chain(*each.pairs)) for each in (a, b))
-    same = len(values) == len(others) and a.also.keys() == b.also.keys() and all(map(close, values, others))
-    return same and all(math.isclose(a.also[n], b.also[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a.also)
+        deviates = stdtrit(2 * (metric.repeats - 1), 1 - CHANCE / 2)
+        slack += deviates * math.hypot(a.noise or 0.0, b.noise or 0.0)
+        return math.isclose(a.value, b.value, rel_tol=ROUNDING, abs_tol=slack)
+    values, others = ([each.value, *chain(*each.pairs), *each.also.values()] for each in (a, b))
+    close = partial(math.isclose, rel_tol=ROUNDING, abs_tol=slack)
+    return a.also.keys() == b.also.keys() and len(values) == len(others) and all(map(close, values, others))

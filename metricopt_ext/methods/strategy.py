@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from metricopt_ext.adapters.start import Start, StartLine
@@ -16,7 +15,7 @@ from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.utils.checks import check_instance, check_integer
+from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import and_more, brief
 
 
@@ -69,37 +68,31 @@ def check_constraints(metric: Metric, who: str) -> None:
 Strategy = SearchStrategy | LearningStrategy
 
 
-@dataclass(frozen=True)
 class Plan:
-    """What a run is asked for, all of it checked (`of`), and where it keeps and tells what it finds.
+    """What a run is asked for, all of it checked as far as it can be known before a model is trained.
+
+    Args:
+        task: Model, loss, batches and metric; of a check alone, one without a loss will do.
+        queries: The budget, the metric's repeats among them; see `optimize_metric`, as for all others.
+        strategy: A search or a learner; by default a guided search.
+        starts: What a search may begin from. Copies are made, as the model's own phi may be among them.
+        guard_confidence: How sure the guard must be.
+        seed: Seed of all draws.
+        endless: Whether these are the first queries of a run whose end is out of sight.
 
     Attributes:
-        task: Model, loss, batches and metric.
-        queries: The budget, the metric's repeats among them.
-        strategy: A search or a learner.
-        starts: What a search may begin from, ``"start"`` first: phi = 0.
+        starts: The starts by name, ``"start"`` first: phi = 0.
         confidence: How sure the guard must be, at least 0.5 and below 1.
-        seed: Seed of all draws.
         size: What the strategy's ``size`` makes of the budget.
-        endless: Whether it is of the first queries of a run whose end is out of sight.
         folder: Keeps the run's work.
         callback: Notified of progress.
+
+    Raises:
+        ValueError, BudgetError, AdapterError: As from `optimize_metric`.
     """
 
-    task: FinetuneTask
-    queries: int
-    strategy: Any
-    starts: Mapping[str, Start | StartLine]
-    confidence: float
-    seed: int
-    size: dict[str, int]
-    endless: bool = False
-    folder: RunFolder = field(default_factory=lambda: RunFolder(None, {}))
-    callback: Callback = field(default_factory=Callback)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         task: FinetuneTask,
         *,
         queries: int,
@@ -108,38 +101,41 @@ class Plan:
         guard_confidence: float = CONFIDENCE,
         seed: int = 0,
         endless: bool = False,
-    ) -> "Plan":
-        """Check what `optimize_metric` is asked for, as far as it can be known before a model is trained.
-
-        Args:
-            task: Has phi's dimension, and the metric's budget; one without a loss will do.
-            queries: See `optimize_metric`, as for all others.
-            strategy: The strategy; by default a guided search.
-            starts: The starts, of which copies are made, as the model's own phi may be among them.
-            guard_confidence: The guard's confidence.
-            seed: The seed.
-            endless: Whether these are the first queries of a run whose end is out of sight.
-
-        Raises:
-            ValueError, BudgetError, AdapterError: As from `optimize_metric`.
-        """
-        strategy = GuidedTrustRegion() if strategy is None else strategy
-        if isinstance(strategy, type):
-            check_instance("GuidedTrustRegion() or CMAES()", strategy=strategy)
-        if not isinstance(strategy, SearchStrategy | LearningStrategy):
+    ) -> None:
+        self.strategy: Any = GuidedTrustRegion() if strategy is None else strategy
+        if not isinstance(self.strategy, SearchStrategy | LearningStrategy):
             raise ValueError(
                 f"strategy is {brief(strategy)}; it must be a search, e.g. GuidedTrustRegion() or CMAES(), or a"
-                " learner, e.g. Recipe()"
+                " learner, e.g. Recipe(): an instance, no class"
             )
         check_integer(0, queries=queries, seed=seed)
         deviates(guard_confidence)  # refuses what is out of range
-        candidates = all_starts(task, {} if starts is None else starts)
+        self.task, self.queries, self.confidence, self.seed = task, queries, guard_confidence, seed
+        self.endless: bool = endless
+        self.starts: dict[str, Start | StartLine] = all_starts(task, {} if starts is None else starts)
         if isinstance(strategy, LearningStrategy):
-            _check_learner(task, strategy, [*candidates][1:])
+            _check_learner(task, strategy, [*self.starts][1:])
         task.metric.ledger.require(queries)
-        fixed = sum(isinstance(each, Start) for each in candidates.values())
-        size = {} if endless else _sized(task, queries, strategy, fixed)
-        return cls(task, queries, strategy, candidates, guard_confidence, seed, size, endless)
+        self.size: dict[str, int] = {} if endless else self._size()
+        self.folder: RunFolder = RunFolder(None, {})
+        self.callback: Callback = Callback()
+
+    def _size(self) -> dict[str, int]:
+        """Return what follows from the budget, of which a query may be held back."""
+        metric, said = self.task.metric, ""
+        evaluations, fixed = (
+            self.queries // metric.repeats,
+            sum(isinstance(each, Start) for each in self.starts.values()),
+        )
+        try:
+            size: dict[str, int] = self.strategy.size(evaluations, self.task.dim, fixed)
+            if isinstance(self.strategy, SearchStrategy) and held_back(self.strategy, metric):
+                said = f"; of {evaluations}, one is held back for the value of what is kept, as classes are new"
+                self.strategy.size(evaluations - 1, self.task.dim, fixed)
+        except BudgetError as error:
+            said += f" (each an evaluation of {metric.repeats} queries: its repeats)" * (metric.repeats > 1)
+            raise BudgetError(f"{error}{said}") from error
+        return size
 
     def identity(self, **besides: Any) -> dict[str, Any]:
         """Return what tells the run from others (`identity_of`), with what it depends on besides."""
@@ -159,18 +155,3 @@ def _check_learner(task: FinetuneTask, strategy: LearningStrategy, starts: list[
             " GuidedTrustRegion() or CMAES(), or leave them out by task.with_settings(None)"
         )
     check_constraints(task.metric, who)
-
-
-def _sized(task: FinetuneTask, queries: int, strategy: Strategy, starts: int) -> dict[str, int]:
-    """Return what follows from a budget, of which some queries may be held back."""
-    repeats, said = task.metric.repeats, ""
-    try:
-        size = strategy.size(queries // repeats, task.dim, starts)
-        if isinstance(strategy, SearchStrategy) and held_back(strategy, task.metric):
-            said = f"; of {queries // repeats}, one is held back for the value of what is kept, as classes are new"
-            strategy.size(queries // repeats - 1, task.dim, starts)
-    except BudgetError as error:
-        if repeats > 1:
-            said += f" (each an evaluation of {repeats} queries: its repeats)"
-        raise BudgetError(f"{error}{said}") from error
-    return size

@@ -148,7 +148,7 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
     try:
         task = FinetuneTask(adapter, metric=metric)
         given = starts(task) if callable(starts) else starts
-        Plan.of(task, queries=queries, starts=given, **planned)
+        Plan(task, queries=queries, starts=given, **planned)
     finally:
         adapter.remove()
     RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))
