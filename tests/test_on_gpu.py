@@ -297,7 +297,8 @@ def test_mixtures_and_soups(device: torch.device, tmp_path: Path) -> None:
 
     task = task_of(ADAPTERS["film"](network(device)), device)
     inputs = data(device, 160, shift=0.5)[0].split(40)
-    starts = mo.soup_starts(task, files, recalibrate=inputs)
+    starts = mo.soup_starts(task, files)
+    starts["anew"] = mo.batchnorm_start(task, inputs, starts["uniform_soup"]) or starts["uniform_soup"]
     run = mo.optimize_metric(task, queries=12, starts=starts)
     assert sum(run.queries.values()) <= 12
 

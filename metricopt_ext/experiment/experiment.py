@@ -38,7 +38,7 @@ from metricopt_ext.experiment.usual_methods import metricopt_result, usual_metho
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import Training, soup_starts
-from metricopt_ext.methods.starts import batchnorm_start, has_batchnorm, statistics_line
+from metricopt_ext.methods.starts import batchnorm_start, statistics_line
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard
 from metricopt_ext.runtime.progress import Callback, Several, told
@@ -181,7 +181,10 @@ class Experiment(ABC, Generic[Config]):
             return self._whole_network()
         if name == "soup_greedy":
             return self._soup(kind="greedy")
-        return self._soup(recalibrated=name == "soup_batchnorm") if name in ("soup", "soup_batchnorm") else None
+        if name == "soup_batchnorm":
+            soup = None if self._batchnorm is None else self._soup()
+            return None if soup is None else batchnorm_start(self.task, self.validation()[0], soup)
+        return self._soup() if name == "soup" else None
 
     @cached_property
     def _batchnorm(self) -> Start | None:
@@ -205,10 +208,10 @@ class Experiment(ABC, Generic[Config]):
             self.callback.say(f"the whole network is not finetuned on held-out labels: {error}")
             return None
 
-    def _soup(self, recalibrated: bool = False, kind: str = "uniform") -> Start | None:
-        """Return the mean of short finetunes, kept in the folder; or None if there is no BatchNorm to re-estimate."""
+    def _soup(self, kind: str = "uniform") -> Start | None:
+        """Return the mean of short finetunes, kept in the folder; or None if it is not known how to train."""
         training = self.training()
-        if training is None or (recalibrated and not has_batchnorm(self.task.adapter.model)):
+        if training is None:
             return None
         if isinstance(self.task, CountedTask) and not any(each is self.task.losses for each in self._charged):
             self.task.losses.count += SOUP * training.share_of(SHARE)
@@ -219,7 +222,6 @@ class Experiment(ABC, Generic[Config]):
             training=training,
             share=SHARE,
             kinds=(kind,),
-            recalibrate=self.validation()[0] if recalibrated else None,
             seed=self.seed,
             output_dir=self.folder / SOUP_FOLDER,
             callback=self.callback,

@@ -3,9 +3,9 @@
 import copy
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from metricopt_ext.adapters.checkpoints import CheckpointReader
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.data.training import train_supervised
 from metricopt_ext.errors import FileFormatError
-from metricopt_ext.methods.starts import has_batchnorm, reestimate_batchnorm
 from metricopt_ext.plain import plain
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint
@@ -110,7 +109,6 @@ def soup_starts(
     training: Training | None = None,
     share: float = 0.1,
     kinds: Sequence[str] = KINDS,
-    recalibrate: Iterable[Any] | None = None,
     entry: str | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
@@ -122,7 +120,8 @@ def soup_starts(
     weights leads to wider optima and better generalization"). ``"greedy_soup"`` adds models one by one, lowest loss
     first, if the metric does not get worse (Wortsman et al., 2022, "Model soups", recipe 1). It costs a query for each;
     their order, by the metric, would cost as many again. A uniform soup can be worse than each of its models: pass both
-    to `optimize_metric` as ``starts``, and use neither unjudged.
+    to `optimize_metric` as ``starts``, and use neither unjudged. `batchnorm_start` estimates an average's BatchNorm
+    statistics anew.
 
     Files are read one by one and summed in float64, so memory does not grow with their number. Counts and indices are
     taken from the first file; other weights without a mean, such as quantized ones, must be the model's. LoRA is to be
@@ -138,8 +137,6 @@ def soup_starts(
         training: For finetunes, how the model was trained.
         share: Steps of each finetune as a share of the training's, above 0 and at most 1.
         kinds: ``"uniform"``, ``"greedy"`` or both.
-        recalibrate: Batches of inputs on which each average's BatchNorm statistics are estimated anew; None to average
-            them.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
         seed: Seed of finetunes.
         output_dir: Keeps finetunes, ``finetune-N.safetensors``, of which finished ones are not done again; None keeps
@@ -162,8 +159,6 @@ def soup_starts(
         raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
         raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
-    if recalibrate is not None and not has_batchnorm(task.adapter.model):
-        warnings.warn("recalibrate changes nothing, as the model keeps no BatchNorm statistics", stacklevel=2)
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
     with ExitStack() as temporary:
         if checkpoints is not None:
@@ -179,7 +174,7 @@ def soup_starts(
             files = [folder / f"finetune-{number}.safetensors" for number in range(finetunes)]
         queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
         task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
-        soup = _Soup(task, entry, recalibrate)
+        soup = _Soup(task, entry)
         if training is not None and checkpoints is None:
             distributed.only_first(partial(_finetune, files, task, training, share, seed, tell))
         found = {"uniform": soup.uniform(files)}  # which reads, and so checks, all before a query is asked
@@ -248,13 +243,11 @@ class _Soup:
     Args:
         task: The task.
         entry: The state dict's key in each file, or None.
-        recalibrate: Inputs for BatchNorm's statistics, or None.
     """
 
-    def __init__(self, task: FinetuneTask, entry: str | None, recalibrate: Iterable[Any] | None) -> None:
+    def __init__(self, task: FinetuneTask, entry: str | None) -> None:
         self.task, self.reader = task, CheckpointReader(task.adapter.model, entry)
         self.floating = set(self.reader.floating)
-        self.inputs = list(recalibrate) if isinstance(recalibrate, Iterator) else recalibrate  # each average's own pass
         self.losses: dict[Path, float] = {}
 
     def uniform(self, files: Sequence[Path]) -> Start:
@@ -267,26 +260,24 @@ class _Soup:
             self.losses[file] = self._loss(self._mean(state, 1))
             sums = self._with(sums, state)
             del state  # before the next one is read
-        plain_average = self._mean(sums, len(files))
-        found = self._recalibrated(plain_average)
+        average = self._mean(sums, len(files))
         worst = max(self.losses, key=self.losses.__getitem__)
-        averages = [found] if self.inputs is None else [plain_average, found]
-        most, least = self.losses[worst], min(map(self._loss, averages))
-        if not least <= most + APART * abs(most):  # NaN, too
+        most, found = self.losses[worst], self._loss(average)
+        if not found <= most + APART * abs(most):  # NaN, too
             warnings.warn(
-                f"the average's loss on a batch is {least:.4g}, and that of {worst}, the worst of its"
+                f"the average's loss on a batch is {found:.4g}, and that of {worst}, the worst of its"
                 f" {counted(len(files), 'model')}, {most:.4g}: they do not share a basin, and their average is"
                 " worse than each; average checkpoints of one training, or finetunes of one model",
                 stacklevel=3,
             )
-        return found
+        return average
 
     def greedy(self) -> Start:
         """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
         kept, best, sums, models = Start(self.task.origin()), float("inf"), dict[str, Tensor](), 0
         for file in sorted(self.losses, key=self.losses.__getitem__):
             tried = self._with(sums, distributed.on_first(partial(self.reader.read, file)))
-            start = self._recalibrated(self._mean(tried, models + 1))
+            start = self._mean(tried, models + 1)
             cost = self.task.evaluate(start, "soups").cost
             if cost <= best:
                 kept, best, sums, models = start, cost, tried, models + 1
@@ -306,15 +297,3 @@ class _Soup:
         """Return a loss on a batch; 0 without one."""
         with self.task.adapter.applied(start):
             return self.task.first_loss(0) or 0.0
-
-    def _recalibrated(self, start: Start) -> Start:
-        """Return an average with BatchNorm's statistics of the inputs, if there are any."""
-        if self.inputs is None:
-            return start
-        bare = Adapter(copy.deepcopy(self.task.adapter.model)).remove()
-        bare.load_state_dict(start.tensors, strict=False)
-        model = reestimate_batchnorm(bare, self.inputs)
-        if model is None:
-            return start
-        statistics = {name: each for name, each in model.named_buffers() if name in self.reader.base}
-        return replace(start, tensors=self.reader.replaced({**start.tensors, **statistics}))

@@ -93,26 +93,30 @@ def divided(starts: Mapping[str, Start | StartLine]) -> tuple[dict[str, Start], 
     return {name: each for name, each in starts.items() if isinstance(each, Start)}, lines
 
 
-def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any]) -> Start | None:
-    """Return phi = 0 with BatchNorm statistics of other inputs, or None if the model has no BatchNorm.
+def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any], start: Start | None = None) -> Start | None:
+    """Return a start with BatchNorm statistics of other inputs, or None if the model has no BatchNorm.
 
     Args:
         task: Its model's statistics are replaced in the start, not in the model.
         inputs: Batches of inputs, without labels; see `reestimate_batchnorm`.
+        start: What else the start is, such as a soup; its phi is not in force meanwhile. By default phi = 0.
 
     Raises:
         DataError: There is no batch, or the model can't take one.
     """
-    model = reestimate_batchnorm(task.adapter.model, inputs)
+    start = Start(task.origin()) if start is None else start
+    model = reestimate_batchnorm(task.adapter.model, inputs, start.tensors)
     if model is None:
         return None
-    own = task.adapter.base_state_dict()
-    changed = {name: value for name, value in model.named_buffers() if name in own and not same_bits(value, own[name])}
-    return Start(task.origin(), changed)
+    own, tensors = task.adapter.base_state_dict(), {**start.tensors, **dict(model.named_buffers())}
+    changed = {name: value for name, value in tensors.items() if name in own and not same_bits(value, own[name])}
+    return replace(start, tensors=changed)
 
 
 @torch.no_grad()
-def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module | None:
+def reestimate_batchnorm(
+    model: nn.Module, inputs: Iterable[Any], tensors: Mapping[str, Tensor] | None = None
+) -> nn.Module | None:
     """Return a copy of a model with BatchNorm statistics of other inputs, or None if it keeps none.
 
     A norm that no input reaches, such as an auxiliary head's, keeps its statistics.
@@ -120,6 +124,7 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     Args:
         model: With or without an adapter; the copy is of its base, and in evaluation mode.
         inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
+        tensors: What replaces the base's own in the copy, by name.
 
     Raises:
         DataError: There is no batch, or the model can't take one.
@@ -127,7 +132,10 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
         Adapter(copied).remove()
-    norms = _norms(copied)
+    if tensors:
+        copied.load_state_dict(dict(tensors), strict=False)
+    every = (module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    norms = [norm for norm in every if norm.running_mean is not None]  # others take each batch's own
     if not norms:
         return None
     copied.eval()  # dropout in particular must not disturb the statistics
@@ -143,16 +151,6 @@ def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any]) -> nn.Module |
         if norm.num_batches_tracked == 0:
             norm.load_state_dict(state)
     return copied.eval()
-
-
-def has_batchnorm(model: nn.Module) -> bool:
-    """Whether a model has BatchNorm, whose statistics could be others."""
-    return bool(_norms(model))
-
-
-def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    every = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-    return [norm for norm in every if norm.running_mean is not None]  # others take each batch's own
 
 
 def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | None:
