@@ -4,11 +4,11 @@ import copy
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_above, check_integer
 from metricopt_ext.utils.files import read_tensors, write_tensors
 from metricopt_ext.utils.seeding import generator, seeded_streams
+from metricopt_ext.utils.weights import has_mean
 from metricopt_ext.utils.words import brief, counted
 
 KINDS = ("uniform", "greedy")
@@ -74,31 +75,10 @@ class Training:
         return max(1, round(share * self.steps))
 
 
-class Variant(NamedTuple):
-    """What one finetune does unlike others.
-
-    Attributes:
-        rate: Factor on the training's rate.
-        rebalanced: Whether it has the training's other batches.
-        augmented: Whether they are augmented.
-    """
-
-    rate: float
-    rebalanced: bool
-    augmented: bool
-
-
-# In an order in which the first four, and any six, have each of their parts about as often as not.
-VARIANTS = (
-    Variant(0.3, False, False),
-    Variant(1.0, True, True),
-    Variant(0.3, True, False),
-    Variant(1.0, False, True),
-    Variant(1.0, False, False),
-    Variant(0.3, True, True),
-    Variant(1.0, True, False),
-    Variant(0.3, False, True),
-)
+# What a finetune does unlike others: a factor on the training's rate, whether it has the training's other batches, and
+# whether they are augmented. In an order in which the first four, and any six, have each about as often as not.
+EVERY = list(product((0.3, 1.0), (False, True), (False, True)))
+VARIANTS = [EVERY[each] for each in (0, 7, 2, 5, 4, 3, 6, 1)]
 
 
 def soup_starts(
@@ -155,32 +135,30 @@ def soup_starts(
         >>> starts = mo.soup_starts(task, sorted(Path("out").glob("model_0*.pth")))  # doctest: +SKIP
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """
-    if (checkpoints is None) == (finetunes == 0):
-        raise ValueError("give either checkpoints, the files to average, or finetunes, a number of them to make")
+    if (checkpoints is None) == (finetunes == 0) or (checkpoints is None and training is None):
+        raise ValueError("give checkpoints, or finetunes and training=Training(steps, lr), as the model was trained")
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
         raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
-    with ExitStack() as temporary:
+    reader = CheckpointReader(task.adapter.model, entry)
+    with tempfile.TemporaryDirectory() as temporary:
         if checkpoints is not None:
-            several = [] if isinstance(checkpoints, str | Path) else list(checkpoints)
-            files = [Path(each) for each in several if isinstance(each, str | Path)]
-            if len(set(files)) < max(2, len(several)):
+            files = [] if isinstance(checkpoints, str | Path) else [Path(each) for each in checkpoints]
+            if len(set(files)) < max(2, len(files)):
                 raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more, each once")
         else:
             check_integer(2, finetunes=finetunes)
-            if training is None:
-                raise ValueError("finetunes need training=Training(steps, lr), as the model was trained")
-            folder = Path(output_dir or temporary.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(output_dir or temporary)
             files = [folder / f"finetune-{number}.safetensors" for number in range(finetunes)]
         queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
         task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
-        soup = _Soup(task, entry)
         if training is not None and checkpoints is None:
             distributed.only_first(partial(_finetune, files, task, training, share, seed, tell))
-        found = {"uniform": soup.uniform(files)}  # which reads, and so checks, all before a query is asked
+        average, by_loss = _uniform(task, reader, files)  # which reads, and so checks, all before a query is asked
+        found = {"uniform": average}
         if "greedy" in kinds:
             tell(f"greedy soup: {counted(queries, 'query')}, of an average each")
-            found["greedy"] = soup.greedy()
+            found["greedy"] = _greedy(task, reader, by_loss)
     return {f"{kind}_soup": found[kind] for kind in kinds}
 
 
@@ -198,8 +176,8 @@ def _finetune(
     base = Adapter(copy.deepcopy(task.adapter.model)).remove()
     if not any(parameter.requires_grad for parameter in base.parameters()):
         raise ValueError(f"no parameter of {type(base).__name__} requires a gradient, so that it can't be finetuned")
-    usual = training.batches or task.batches
-    if usual is None or (training.train is None and task.loss is None):
+    usual, loss = training.batches or task.batches, task.loss
+    if usual is None or (training.train is None and loss is None):
         raise ValueError("finetunes need a loss and batches, and the task has none; give it loss= and batches=")
     folder, steps = files[0].parent, training.share_of(share)
     if not (folder / FINETUNES).exists() and any(file.exists() for file in files):
@@ -214,86 +192,72 @@ def _finetune(
         f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each, together"
         f" {len(files) * steps / training.steps:.0%} of its training; {len(on_file)} of them are on file"
     )
-    possible = (Variant(rate, other and rebalances, more and augments) for rate, other, more in VARIANTS)
-    unlike = list(dict.fromkeys(possible))  # beyond these, the same with other seeds
-    for number, file in enumerate(files):
+    unlike = list(dict.fromkeys((rate, other and rebalances, more and augments) for rate, other, more in VARIANTS))
+    for number, file in enumerate(files):  # beyond those, the same with other seeds
         if file in on_file:
             continue
-        model, variant = copy.deepcopy(base), unlike[number % len(unlike)]
-        batches = (variant.rebalanced and training.rebalanced) or usual
-        if variant.augmented and training.augment is not None:
+        model, (rate, rebalanced, augmented) = copy.deepcopy(base), unlike[number % len(unlike)]
+        batches = (rebalanced and training.rebalanced) or usual
+        if augmented and training.augment is not None:
             batches = partial(_augmented, batches, training.augment)
         drawn = generator(seed, "soup", number).initial_seed() % 2**31
-        how: dict[str, Any] = {"steps": steps, "lr": variant.rate * training.lr, "seed": drawn}
+        how: dict[str, Any] = {"steps": steps, "lr": rate * training.lr, "seed": drawn}
         with seeded_streams(drawn, next(model.parameters()).device):
             if training.train is not None:
                 training.train(model, batches, **how)
-            elif task.loss is not None:
-                train_supervised(model, task.loss, batches, **how)
-        write_tensors(file, model.state_dict(), FINETUNE, variant._asdict())
+            elif loss is not None:
+                train_supervised(model, loss, batches, **how)
+        write_tensors(file, model.state_dict(), FINETUNE, how)
 
 
 def _augmented(batches: Batches, augment: Augment, seed: int, task: int, step: int) -> Any:
     return augment(batches(seed, task, step), generator(seed, "soup augmentation", task, step))
 
 
-class _Soup:
-    """Averages of some files.
+def _uniform(task: FinetuneTask, reader: CheckpointReader, files: Sequence[Path]) -> tuple[Start, list[Path]]:
+    """Return the average of all, and the files by their losses; a warning says if the models share no basin."""
+    sums, losses = dict[str, Tensor](), dict[Path, float]()
+    for file in files:
+        state = distributed.on_first(partial(reader.read, file))
+        losses[file] = _loss(task, _mean(task, reader, state, 1))
+        sums = _with(sums, state)
+        del state  # before the next one is read
+    average, by_loss = _mean(task, reader, sums, len(files)), sorted(losses, key=losses.__getitem__)
+    found, most = _loss(task, average), losses[by_loss[-1]]
+    if not found <= most + APART * abs(most):  # NaN, too
+        warnings.warn(
+            f"{by_loss[-1]} has a loss of {most:.4g} on a batch, and the average of {counted(len(files), 'model')}"
+            f" {found:.4g}: they share no basin; average checkpoints of one training, or finetunes of one model",
+            stacklevel=3,
+        )
+    return average, by_loss
 
-    Args:
-        task: The task.
-        entry: The state dict's key in each file, or None.
-    """
 
-    def __init__(self, task: FinetuneTask, entry: str | None) -> None:
-        self.task, self.reader = task, CheckpointReader(task.adapter.model, entry)
-        self.floating = set(self.reader.floating)
-        self.losses: dict[Path, float] = {}
+def _greedy(task: FinetuneTask, reader: CheckpointReader, files: Sequence[Path]) -> Start:
+    """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
+    kept, best, sums, models = Start(task.origin()), float("inf"), dict[str, Tensor](), 0
+    for file in files:
+        tried = _with(sums, distributed.on_first(partial(reader.read, file)))
+        start = _mean(task, reader, tried, models + 1)
+        cost = task.evaluate(start, "soups").cost
+        if cost <= best:
+            kept, best, sums, models = start, cost, tried, models + 1
+    return kept
 
-    def uniform(self, files: Sequence[Path]) -> Start:
-        """Return the average of all; a warning says if the models share no basin."""
-        sums, digests = dict[str, Tensor](), dict[str, Path]()
-        for file in files:
-            state = distributed.on_first(partial(self.reader.read, file))
-            if (known := digests.setdefault(fingerprint(state), file)) != file:
-                warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
-            self.losses[file] = self._loss(self._mean(state, 1))
-            sums = self._with(sums, state)
-            del state  # before the next one is read
-        average = self._mean(sums, len(files))
-        worst = max(self.losses, key=self.losses.__getitem__)
-        most, found = self.losses[worst], self._loss(average)
-        if not found <= most + APART * abs(most):  # NaN, too
-            warnings.warn(
-                f"the average's loss on a batch is {found:.4g}, and that of {worst}, the worst of its"
-                f" {counted(len(files), 'model')}, {most:.4g}: they do not share a basin, and their average is"
-                " worse than each; average checkpoints of one training, or finetunes of one model",
-                stacklevel=3,
-            )
-        return average
 
-    def greedy(self) -> Start:
-        """Return the average that takes in file after file as long as the metric is no worse; a query a file."""
-        kept, best, sums, models = Start(self.task.origin()), float("inf"), dict[str, Tensor](), 0
-        for file in sorted(self.losses, key=self.losses.__getitem__):
-            tried = self._with(sums, distributed.on_first(partial(self.reader.read, file)))
-            start = self._mean(tried, models + 1)
-            cost = self.task.evaluate(start, "soups").cost
-            if cost <= best:
-                kept, best, sums, models = start, cost, tried, models + 1
-        return kept
+def _with(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return sums in float64 with one more model; of what has no mean, the first's."""
+    if not sums:
+        return {name: each.double() if has_mean(each) else each for name, each in state.items()}
+    return {name: each + state[name] if has_mean(each) else each for name, each in sums.items()}
 
-    def _with(self, sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return sums in float64 with one more model; of what is no floating number, the first's."""
-        if not sums:
-            return {name: each.double() if name in self.floating else each for name, each in state.items()}
-        return {name: each + state[name] if name in self.floating else each for name, each in sums.items()}
 
-    def _mean(self, sums: Mapping[str, Tensor], models: int) -> Start:
-        values = {name: each / models if name in self.floating else each for name, each in sums.items()}
-        return Start(self.task.origin(), self.reader.replaced(values))
+def _mean(task: FinetuneTask, reader: CheckpointReader, sums: Mapping[str, Tensor], models: int) -> Start:
+    values = {name: each / models if has_mean(each) else each for name, each in sums.items()}
+    return Start(task.origin(), reader.replaced(values))
 
-    def _loss(self, start: Start) -> float:
-        """Return a loss on a batch; 0 without one."""
-        with self.task.adapter.applied(start):
-            return self.task.first_loss(0) or 0.0
+
+def _loss(task: FinetuneTask, start: Start) -> float:
+    """Return a loss on a batch; 0 without one."""
+    with task.adapter.applied(start):
+        return task.first_loss(0) or 0.0
