@@ -52,11 +52,10 @@ def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> d
     example = "map names to starts, as {'balanced': mo.Start(phi)}"
     if not isinstance(starts, Mapping):
         raise ValueError(f"starts are {brief(starts)}; they must {example}")
+    found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
     for name, start in starts.items():
         if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
             raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
-    found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
-    for name, start in starts.items():
         if name in ("start", SETTINGS, "search", "part"):
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
         try:
@@ -139,17 +138,17 @@ def reestimate_batchnorm(
     if not norms:
         return None
     copied.eval()  # dropout in particular must not disturb the statistics
-    before = [(norm.momentum, copy.deepcopy(norm.state_dict())) for norm in norms]
+    before = copy.deepcopy(norms)
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches
         norm.train()
     for _ in each_batch(inputs, copied):
         pass
-    for norm, (momentum, state) in zip(norms, before, strict=True):
-        norm.momentum = momentum
+    for norm, own in zip(norms, before, strict=True):
+        norm.momentum = own.momentum
         if norm.num_batches_tracked == 0:
-            norm.load_state_dict(state)
+            norm.load_state_dict(own.state_dict())
     return copied.eval()
 
 
@@ -208,10 +207,7 @@ def line_between(a: Start, b: Start, base: Mapping[str, Tensor] | None = None) -
         raise AdapterError("the starts have different settings of inference, which can't be mixed; give both the same")
     own = dict(base or {})
     if lacking := sorted((a.tensors.keys() ^ b.tensors.keys()) - own.keys()):
-        raise AdapterError(
-            f"only one of the starts replaces {lacking[0]!r}; say what the other has, by"
-            " line_between(a, b, task.adapter.base_state_dict())"
-        )
+        raise AdapterError(f"only one start replaces {lacking[0]!r}; give base=task.adapter.base_state_dict()")
     mine, theirs = ({**own, **each.tensors} for each in (a, b))
     phi = _pair("phi", a.phi, b.phi)
     tensors = {name: _pair(name, mine[name], theirs[name]) for name in {**a.tensors, **b.tensors}}
@@ -324,12 +320,11 @@ def offset_line(adapter: Adapter, adjustment: Tensor, *, two_classes: bool = Fal
         The line; None for other logits of which none moves by `LEAST_OFFSET`.
     """
     apart = adjustment[1:] - adjustment[:1] if two_classes and len(adjustment) == 2 else adjustment
-    if len(apart) == 1:
-        moved = torch.where(apart < 0, apart.clamp(max=-LEAST_THRESHOLD), apart.clamp(min=LEAST_THRESHOLD))
-        if not torch.equal(moved, apart):
-            adjustment = moved if len(adjustment) == 1 else torch.cat([-moved, moved]) / 2
-    elif float(adjustment.abs().max()) < LEAST_OFFSET:
+    if len(apart) > 1 and float(apart.abs().max()) < LEAST_OFFSET:
         return None
+    if len(apart) == 1 and float(apart.abs()) < LEAST_THRESHOLD:
+        moved = torch.full_like(apart, -LEAST_THRESHOLD if float(apart) < 0 else LEAST_THRESHOLD)
+        adjustment = moved if len(adjustment) == 1 else torch.cat([-moved, moved]) / 2
     return StartLine(lambda t: Start(moved_by(adapter, t * adjustment)), -STRONGEST, STRONGEST, FIRST_STRENGTHS)
 
 
@@ -387,9 +382,8 @@ def _checked_priors(adapter: Adapter, given: Tensor | Sequence[float]) -> tuple[
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"priors are {brief(given)}; they must be a list of numbers, one for each class") from error
     count = len(adapter.phi[adapter.offsets])
-    if priors.shape != (2 if count == 1 else count,):
-        wanted = "2 for a single logit" if count == 1 else f"{count}, one for each class"
-        raise ValueError(f"priors are {tuple(priors.shape)}; they must be {wanted}")
+    if priors.shape != (max(2, count),):
+        raise ValueError(f"priors are {tuple(priors.shape)}; they must be {max(2, count)}, one for each class")
     if not bool(((priors > 0) & priors.isfinite()).all()):
         raise DataError(f"each class must have a share above 0 for its prior, got {priors.tolist()}")
     return count, priors
