@@ -97,16 +97,14 @@ def tune_model(
         ... )
     """
     drawn = batches if callable(batches) else loader_batches(batches)
-    together = together and _several()
-    if together:
+    if together := together and _several():
         options = _in_step(options)
     adapter = attach(unwrapped(model))
     try:
-        device = adapter.phi.device
         task = FinetuneTask(
             adapter,
             loss=partial(_replayed, loss, training),
-            batches=lambda *place: _on_device(drawn(*place), device),
+            batches=lambda *place: _on_device(drawn(*place), adapter.phi.device),
             metric=metric,
             population=population,
         )
@@ -117,7 +115,7 @@ def tune_model(
         given = starts(task) if callable(starts) else starts
         run: Result = optimize_metric(task, queries=queries, starts=given, **options)
         if together:
-            adapter.set_phi(_of_first(adapter.phi.detach()))
+            adapter.set_phi(_of_first(adapter.phi.detach().cpu()))
         if merge:
             adapter.merge()
     except BaseException:
@@ -173,12 +171,10 @@ def _replayed(loss: Loss | nn.Module, training: bool | None, model: nn.Module, b
             return loss(model, batch)
         if not isinstance(batch, tuple | list) or len(batch) < 2:  # a tensor's first two rows are examples
             raise TypeError(
-                f"loss is {type(loss).__name__}, of the model's outputs for a batch's first part, and its second, but a"
-                f" batch is a {type(batch).__name__}; give a function of the model and a batch, such as"
-                " loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
+                f"{type(loss).__name__} needs a batch of inputs and targets, and got a {type(batch).__name__};"
+                " give loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
             )
-        value: Tensor = loss(model(batch[0]), batch[1])
-        return value
+        return loss(model(batch[0]), batch[1])  # type: ignore[no-any-return]
 
 
 def _several() -> bool:
@@ -193,8 +189,8 @@ def _in_step(options: dict[str, Any]) -> dict[str, Any]:
     """
     if options.get("output_dir") is not None:
         raise ConfigError(
-            f"output_dir={str(options['output_dir'])!r} is for one process, and here {distributed.get_world_size()}"
-            " judge together; leave it out, or let each judge all data: together=False, under distributed.joined()"
+            f"output_dir={str(options['output_dir'])!r} is for one process, and here several judge together; leave it"
+            " out, or let each judge all data: together=False, under distributed.joined()"
         )
     return options if distributed.get_rank() == 0 else {"callback": Callback(), **options}
 
@@ -208,11 +204,9 @@ def _judged_together(metric: Metric, adapter: Adapter) -> Metric:
     def shared(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*model: nn.Module, **settings: Any) -> Any:
-            judged = Adapter(model[0]) if model else adapter
-            phi = _of_first(judged.phi.detach())
-            answer, failed = None, ""
+            phi, answer, failed = _of_first(adapter.phi.detach().cpu()), None, ""
             try:
-                with nullcontext() if torch.equal(phi, judged.phi) else judged.using(phi):
+                with nullcontext() if torch.equal(phi, adapter.phi.cpu()) else adapter.using(phi):
                     answer = function(*model, **settings)
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
@@ -231,7 +225,7 @@ def _judged_together(metric: Metric, adapter: Adapter) -> Metric:
 
 
 def _of_first(value: Any) -> Any:
-    """Return what the first of several processes has, a tensor on each one's own device."""
-    sent = [value.cpu() if isinstance(value, Tensor) else value]
+    """Return what the first of several processes has."""
+    sent = [value]
     distributed.broadcast_object_list(sent, src=0)
-    return sent[0].to(value.device) if isinstance(value, Tensor) else sent[0]
+    return sent[0]
