@@ -17,6 +17,7 @@ from metricopt_ext.methods.folder import HOLDOUT, RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE, check_holdout, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun, begun, search_results
+from metricopt_ext.methods.starts import Starts
 from metricopt_ext.methods.strategy import LearningStrategy, Plan, Strategy
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import fingerprint_of_code
@@ -34,7 +35,7 @@ def optimize_metric(
     *,
     queries: int,
     strategy: Strategy | None = None,
-    starts: Mapping[str, Start | StartLine] | None = None,
+    starts: Starts | None = None,
     guard_confidence: float = CONFIDENCE,
     holdout: Metric | None = None,
     seed: int = 0,
@@ -66,7 +67,7 @@ def optimize_metric(
         strategy: A guided search, a recipe for learning and following f, one of the paper's algorithms, or a direct
             search.
         starts: For a search, what it may begin from besides phi = 0, by name: a `Start` costs a query, a `StartLine`
-            three to six; all lines together at most a third.
+            three to six; all lines together at most a third. Or a function of the task that returns it.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         holdout: The metric on data that ``task.metric`` does not see. The guard's choice is kept only if it is the best
             there, too (`Result.holdout`). This takes two or three queries at the end, from this metric's own ledger.

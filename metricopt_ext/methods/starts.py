@@ -1,7 +1,7 @@
 """Where a search may begin: what costs no query to reach, each to be judged by the metric before it is built upon."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief
+
+Starts = Mapping[str, Start | StartLine] | Callable[[FinetuneTask], Mapping[str, Start | StartLine]]
 
 # Weights of the deployment's statistics that are asked first: half of each, more of the deployment's, and its alone.
 FIRST_WEIGHTS = (0.75, 0.5, 1.0)
@@ -39,16 +41,17 @@ FIRST_STRENGTHS = (0.5, -0.5)
 SETTLED, ROUNDS = 1e-9, 10_000
 
 
-def all_starts(task: FinetuneTask, starts: Mapping[str, Start | StartLine]) -> dict[str, Start | StartLine]:
+def all_starts(task: FinetuneTask, starts: Starts | None) -> dict[str, Start | StartLine]:
     """Return phi = 0, named ``"start"``, and the starts given: copies, as the model's own phi may be among them.
 
-    Lines of starts stay what they are.
+    Lines of starts stay what they are. A function is asked for the starts of the task.
 
     Raises:
         ValueError: A name is taken by a result's other ends, or a start has settings that the task has not.
         AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or it has
             numbers that are not finite where the model's are, or a variance below 0.
     """
+    starts = starts(task) if callable(starts) else {} if starts is None else starts
     example = "map names to starts, as {'balanced': mo.Start(phi)}"
     if not isinstance(starts, Mapping):
         raise ValueError(f"starts are {brief(starts)}; they must {example}")

@@ -1,7 +1,6 @@
 """What finds phi within a budget: a search, which is asked and told, or a learner, which needs whole trainings."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from metricopt_ext.adapters.start import Start, StartLine
@@ -9,7 +8,7 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.folder import RunFolder, identity_of
 from metricopt_ext.methods.guard import CONFIDENCE, deviates, held_back
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.starts import all_starts
+from metricopt_ext.methods.starts import Starts, all_starts
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
@@ -97,7 +96,7 @@ class Plan:
         *,
         queries: int,
         strategy: Strategy | None = None,
-        starts: Mapping[str, Start | StartLine] | None = None,
+        starts: Starts | None = None,
         guard_confidence: float = CONFIDENCE,
         seed: int = 0,
         endless: bool = False,
@@ -112,7 +111,7 @@ class Plan:
         deviates(guard_confidence)  # refuses what is out of range
         self.task, self.queries, self.confidence, self.seed = task, queries, guard_confidence, seed
         self.endless: bool = endless
-        self.starts: dict[str, Start | StartLine] = all_starts(task, {} if starts is None else starts)
+        self.starts: dict[str, Start | StartLine] = all_starts(task, starts)
         if isinstance(strategy, LearningStrategy):
             _check_learner(task, strategy, [*self.starts][1:])
         task.metric.ledger.require(queries)
@@ -123,10 +122,8 @@ class Plan:
     def _size(self) -> dict[str, int]:
         """Return what follows from the budget, of which a query may be held back."""
         metric, said = self.task.metric, ""
-        evaluations, fixed = (
-            self.queries // metric.repeats,
-            sum(isinstance(each, Start) for each in self.starts.values()),
-        )
+        evaluations = self.queries // metric.repeats
+        fixed = sum(isinstance(each, Start) for each in self.starts.values())
         try:
             size: dict[str, int] = self.strategy.size(evaluations, self.task.dim, fixed)
             if isinstance(self.strategy, SearchStrategy) and held_back(self.strategy, metric):

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import FILM
-from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.adapters.wrappers import unwrapped
 from metricopt_ext.data.evidence import check_function
 from metricopt_ext.errors import ConfigError, MetricError
@@ -30,8 +29,7 @@ from metricopt_ext.utils.modes import in_mode
 from metricopt_ext.utils.seeding import seeded_streams
 
 Attach = Callable[[nn.Module], Adapter]
-Starts = Mapping[str, Start | StartLine]
-PLANNED = ("strategy", "guard_confidence", "seed")  # options that can be checked before training
+PLANNED = ("strategy", "starts", "guard_confidence", "seed")  # options that can be checked before training
 
 
 def tune_model(
@@ -42,7 +40,6 @@ def tune_model(
     metric: Metric,
     queries: int,
     attach: Attach = FILM,
-    starts: Starts | Callable[[FinetuneTask], Starts] | None = None,
     merge: bool = True,
     training: bool | None = False,
     population: int | None = None,
@@ -67,15 +64,14 @@ def tune_model(
             maximize=True)``. Of several processes the first one's answer counts.
         queries: Evaluations of the metric that may be spent.
         attach: Attaches the adapter to the model; by default FiLM on every normalisation layer, with 32 numbers.
-        starts: What the search may begin from besides, as of `optimize_metric`; or a function of the task that returns
-            it, ``lambda task: {"batchnorm": mo.batchnorm_start(task, inputs)}``.
         merge: Whether phi is merged. If not, ``Adapter(model)`` is the handle to the adapter, which stays.
         training: Whether the loss is computed in training mode, as detectors return their losses only there; BatchNorm
             and dropout layers still compute as in evaluation. None: in the modes in which the modules are.
         population: How many phi are computed in one forward pass; by default chosen on the first batch, as in
             `FinetuneTask`. A loss that keeps tensors for later needs 1.
         together: Whether all processes of torch's group call this; False in one that tunes a model by itself.
-        options: Further arguments of `optimize_metric`, e.g. ``seed`` and ``output_dir``.
+        options: Further arguments of `optimize_metric`, e.g. ``seed``, ``output_dir`` and
+            ``starts=lambda task: {"batchnorm": mo.batchnorm_start(task, inputs)}``.
 
     Returns:
         What the search did.
@@ -112,8 +108,7 @@ def tune_model(
             check_function(batches.dataset, metric.function)
         if together:
             task = task.judged_by(_judged_together(metric, adapter))
-        given = starts(task) if callable(starts) else starts
-        run: Result = optimize_metric(task, queries=queries, starts=given, **options)
+        run: Result = optimize_metric(task, queries=queries, **options)
         if together:
             adapter.set_phi(_of_first(adapter.phi.detach().cpu()))
         if merge:
@@ -132,7 +127,7 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
         metric: The metric, or one with the same name, bounds and budget; it is not asked.
         queries: See `tune_model`, as for the rest.
         attach: Attaches the adapter.
-        options: Arguments of `optimize_metric`; a function in place of ``starts`` is given a task without a loss.
+        options: Arguments of `optimize_metric`; a function that returns ``starts`` is given a task without a loss.
 
     Raises:
         TypeError: An option is none of `optimize_metric`.
@@ -141,12 +136,10 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
     inspect.signature(optimize_metric).bind(None, queries=queries, **options)
     if _several():
         _in_step(options)
-    planned, starts = {name: options[name] for name in PLANNED if name in options}, options.get("starts")
+    planned = {name: options[name] for name in PLANNED if name in options}
     adapter = attach(unwrapped(model))
     try:
-        task = FinetuneTask(adapter, metric=metric)
-        given = starts(task) if callable(starts) else starts
-        Plan(task, queries=queries, starts=given, **planned)
+        Plan(FinetuneTask(adapter, metric=metric), queries=queries, **planned)
     finally:
         adapter.remove()
     RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))
