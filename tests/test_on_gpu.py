@@ -154,7 +154,7 @@ def starts_of(task: mo.FinetuneTask, device: torch.device) -> dict[str, Any]:
     starts = {
         "batchnorm": mo.batchnorm_start(task, inputs),
         "em": em_prior_start(task, inputs, priors),
-        "line": batchnorm_line(task, inputs),
+        "line": batchnorm_line(task, mo.batchnorm_start(task, inputs)),
         "prior": prior_line(task, priors),
     }
     return {name: start for name, start in starts.items() if start is not None}

@@ -98,7 +98,7 @@ def run(name):
     starts = None
     if name == "lines":  # of statistics, each on a model of its own, and of phi
         along = mo.StartLine(lambda t: mo.Start(t * torch.ones_like(task.origin())), -1.0, 1.0)
-        starts = {"statistics": batchnorm_line(task, [2 * x + 1]), "along": along}
+        starts = {"statistics": batchnorm_line(task, mo.batchnorm_start(task, [2 * x + 1])), "along": along}
     first = name == "assessed" and mo.assess(task, 11, seed=1, output_dir=out / name, callback=Callback())
     run = mo.optimize_metric(
         task, queries=queries, strategy=strategy, starts=starts, seed=1, output_dir=out / name, callback=Callback(),

@@ -38,7 +38,7 @@ from metricopt_ext.experiment.usual_methods import metricopt_result, usual_metho
 from metricopt_ext.experiment.whole_network import LabelParts, whole_network_start
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.soups import Training, soup_starts
-from metricopt_ext.methods.starts import batchnorm_start, statistics_line
+from metricopt_ext.methods.starts import batchnorm_line, batchnorm_start
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.pace import heard
 from metricopt_ext.runtime.progress import Callback, Several, told
@@ -175,7 +175,7 @@ class Experiment(ABC, Generic[Config]):
         if name == "batchnorm":
             return self._batchnorm
         if name in ("batchnorm_line", "batchnorm_mixed"):
-            line = statistics_line(self.task, self._batchnorm)
+            line = batchnorm_line(self.task, self._batchnorm)
             return line.at(MIXED) if line is not None and name == "batchnorm_mixed" else line
         if name == "whole_network_labels":
             return self._whole_network()

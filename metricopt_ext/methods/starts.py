@@ -51,14 +51,12 @@ def all_starts(task: FinetuneTask, starts: Starts | None) -> dict[str, Start | S
         AdapterError: A start does not fit the model (see `Adapter.check`), or one at the end of a line; or it has
             numbers that are not finite where the model's are, or a variance below 0.
     """
-    starts = starts(task) if callable(starts) else {} if starts is None else starts
-    example = "map names to starts, as {'balanced': mo.Start(phi)}"
-    if not isinstance(starts, Mapping):
-        raise ValueError(f"starts are {brief(starts)}; they must {example}")
+    given = starts(task) if callable(starts) else {} if starts is None else starts
+    named = isinstance(given, Mapping) and all(isinstance(name, str) and name for name in given)
+    if not named or not all(isinstance(each, Start | StartLine | None) for each in given.values()):
+        raise ValueError(f"starts are {brief(given)}; map names to starts, as {{'balanced': mo.Start(phi)}}")
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
-    for name, start in starts.items():
-        if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
-            raise ValueError(f"starts have {brief(name)}: {brief(start)}; they must {example}")
+    for name, start in given.items():
         if name in ("start", SETTINGS, "search", "part"):
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
         try:
@@ -155,31 +153,18 @@ def reestimate_batchnorm(
     return copied.eval()
 
 
-def batchnorm_line(task: FinetuneTask, inputs: Iterable[Any]) -> StartLine | None:
-    """Return the line from the training's BatchNorm statistics, at 0, to other inputs', at 1 (`batchnorm_start`).
+def batchnorm_line(task: FinetuneTask, end: Start | None) -> StartLine | None:
+    """Return the line from the training's BatchNorm statistics, at 0, to other inputs', at 1.
 
     Mean and variance are each mixed linearly, as where the training's are prior observations of the deployment's
     (Schneider et al., 2020, eq. 1); a variance is at least the smaller of both.
 
     Args:
-        task: Its model's statistics are replaced in the starts, not in the model.
-        inputs: Batches of inputs, without labels, about equal in size.
+        task: Its model's statistics are those at 0; they are replaced in the starts, not in the model.
+        end: What `batchnorm_start` returned, which has those at 1.
 
     Returns:
         The line; None if the model has no BatchNorm, or none whose statistics differ.
-
-    Raises:
-        DataError: There is no batch, or the model can't take one.
-    """
-    return statistics_line(task, batchnorm_start(task, inputs))
-
-
-def statistics_line(task: FinetuneTask, end: Start | None) -> StartLine | None:
-    """Return the line of `batchnorm_line` to what `batchnorm_start` returned; None if that has no statistics.
-
-    Args:
-        task: Its model's statistics are those at 0.
-        end: Has those at 1.
     """
     theirs = {name: value for name, value in end.tensors.items() if value.is_floating_point()} if end else {}
     if not theirs:

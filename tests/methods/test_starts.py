@@ -208,7 +208,7 @@ def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
         task.adapter.model[1].running_mean.uniform_(-1, 1)
         task.adapter.model[1].running_var.uniform_(0.5, 2)
     x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    line, end = (make(task, (2 * x + 1).split(20)) for make in (batchnorm_line, batchnorm_start))
+    line = batchnorm_line(task, end := batchnorm_start(task, (2 * x + 1).split(20)))
     assert line is not None
     assert end is not None
     assert (line.low, line.high) == (0, 1)
