@@ -187,15 +187,13 @@ def _finetune(
     depends |= {"rebalanced": rebalances, "augmented": augments, "base": fingerprint(base.state_dict())}
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder / FINETUNES, depends)
-    on_file = [file for file in files if file.exists() and read_tensors(file, FINETUNE)]  # which refuses a damaged one
+    left = [number for number, file in enumerate(files) if not (file.exists() and read_tensors(file, FINETUNE))]
     say(
         f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each, together"
-        f" {len(files) * steps / training.steps:.0%} of its training; {len(on_file)} of them are on file"
+        f" {len(files) * steps / training.steps:.0%} of its training; {len(files) - len(left)} of them are on file"
     )
     unlike = list(dict.fromkeys((rate, other and rebalances, more and augments) for rate, other, more in VARIANTS))
-    for number, file in enumerate(files):  # beyond those, the same with other seeds
-        if file in on_file:
-            continue
+    for number in left:  # beyond those, the same with other seeds
         model, (rate, rebalanced, augmented) = copy.deepcopy(base), unlike[number % len(unlike)]
         batches = (rebalanced and training.rebalanced) or usual
         if augmented and training.augment is not None:
@@ -207,7 +205,7 @@ def _finetune(
                 training.train(model, batches, **how)
             elif loss is not None:
                 train_supervised(model, loss, batches, **how)
-        write_tensors(file, model.state_dict(), FINETUNE, how)
+        write_tensors(files[number], model.state_dict(), FINETUNE, how)
 
 
 def _augmented(batches: Batches, augment: Augment, seed: int, task: int, step: int) -> Any:
