@@ -34,8 +34,6 @@ KINDS = ("uniform", "greedy")
 APART = 0.5  # by so much of it, the average's loss may exceed the worst ingredient's
 FINETUNE, FINETUNES = "metricopt_ext.finetune", "finetunes.json"  # a finetune's kind of file, and what all depend on
 
-Augment = Callable[[Any, torch.Generator], Any]
-
 
 @dataclass(frozen=True)
 class Training:
@@ -58,7 +56,7 @@ class Training:
     _: KW_ONLY
     batches: Batches | None = None
     rebalanced: Batches | None = None
-    augment: Augment | None = None
+    augment: Callable[[Any, torch.Generator], Any] | None = None
     train: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
@@ -208,7 +206,7 @@ def _finetune(
         write_tensors(files[number], model.state_dict(), FINETUNE, how)
 
 
-def _augmented(batches: Batches, augment: Augment, seed: int, task: int, step: int) -> Any:
+def _augmented(batches: Batches, augment: Callable[..., Any], seed: int, task: int, step: int) -> Any:
     return augment(batches(seed, task, step), generator(seed, "soup augmentation", task, step))
 
 
