@@ -100,7 +100,7 @@ def tune_model(
         task = FinetuneTask(
             adapter,
             loss=partial(_replayed, loss, training),
-            batches=lambda *place: _on_device(drawn(*place), adapter.phi.device),
+            batches=lambda *place: tree_map(partial(_moved, adapter.phi.device), drawn(*place)),
             metric=metric,
             population=population,
         )
@@ -145,11 +145,9 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
     RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))
 
 
-def _on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device."""
-    if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):  # as of Hugging Face's tokenizers
-        return batch.to(device)
-    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
+def _moved(device: torch.device, part: Any) -> Any:
+    """Return a part of a batch on a device, if it can be: a tensor, or what Hugging Face's tokenizers return."""
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def _replayed(loss: Loss | nn.Module, training: bool | None, model: nn.Module, batch: Any) -> Tensor:
