@@ -213,14 +213,14 @@ class Experiment(ABC, Generic[Config]):
         training = self.training()
         if training is None:
             return None
+        training = replace(training, steps=max(1, round(SHARE * training.steps)))
         if isinstance(self.task, CountedTask) and not any(each is self.task.losses for each in self._charged):
-            self.task.losses.count += SOUP * training.share_of(SHARE)
+            self.task.losses.count += SOUP * training.steps
             self._charged.append(self.task.losses)
         (start,) = soup_starts(
             self.task,
             finetunes=SOUP,
             training=training,
-            share=SHARE,
             kinds=(kind,),
             seed=self.seed,
             output_dir=self.folder / SOUP_FOLDER,

@@ -37,12 +37,12 @@ FINETUNE, FINETUNES = "metricopt_ext.finetune", "finetunes.json"  # a finetune's
 
 @dataclass(frozen=True)
 class Training:
-    """How a model was trained, which short finetunes of all of it repeat in part.
+    """How short finetunes of a whole model train it, which is best as it was trained, for a tenth of the steps.
 
     Attributes:
-        steps: Number of its steps, at least 1.
-        lr: Its peak rate, above 0.
-        batches: Its batches, as `FinetuneTask` takes them; None for the task's.
+        steps: Number of steps of each, at least 1.
+        lr: The training's peak rate, above 0.
+        batches: The training's batches, as `FinetuneTask` takes them; None for the task's.
         rebalanced: The same with classes of equal shares, or in their own if those of ``batches`` are equal; None where
             there are no classes.
         augment: ``augment(batch, generator) -> batch``, the same examples changed at random in what their labels do not
@@ -68,10 +68,6 @@ class Training:
         check_integer(1, steps=self.steps)
         check_above(0, lr=self.lr)
 
-    def share_of(self, share: float) -> int:
-        """Return a share of its steps, at least one."""
-        return max(1, round(share * self.steps))
-
 
 # What a finetune does unlike others: a factor on the training's rate, whether it has the training's other batches, and
 # whether they are augmented. In an order in which the first four, and any six, have each about as often as not.
@@ -85,7 +81,6 @@ def soup_starts(
     *,
     finetunes: int = 0,
     training: Training | None = None,
-    share: float = 0.1,
     kinds: Sequence[str] = KINDS,
     entry: str | None = None,
     seed: int = 0,
@@ -112,8 +107,7 @@ def soup_starts(
         finetunes: How many short finetunes of the whole model to average, two or more, in place of checkpoints: at .3
             and 1 times the training's rate, with and without class balance and augmentation, as far as it has them.
             What was frozen before the adapter was attached stays so.
-        training: For finetunes, how the model was trained.
-        share: Steps of each finetune as a share of the training's, above 0 and at most 1.
+        training: For finetunes, how they train the model.
         kinds: ``"uniform"``, ``"greedy"`` or both.
         entry: The state dict's key in each file of torch that is not one itself; None to find it.
         seed: Seed of finetunes.
@@ -134,7 +128,7 @@ def soup_starts(
         >>> mo.optimize_metric(task, queries=60, starts=starts)  # doctest: +SKIP
     """
     if (checkpoints is None) == (finetunes == 0) or (checkpoints is None and training is None):
-        raise ValueError("give checkpoints, or finetunes and training=Training(steps, lr), as the model was trained")
+        raise ValueError("give checkpoints, or finetunes and training=Training(steps, lr), how each is trained")
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
         raise ValueError(f"kinds is {brief(kinds)}; it must be a list that names one or both of {', '.join(KINDS)}")
     tell = callback.say if callback is not None else lambda line: print(plain(line), flush=True)
@@ -151,7 +145,7 @@ def soup_starts(
         queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
         task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
         if training is not None and checkpoints is None:
-            distributed.only_first(partial(_finetune, files, task, training, share, seed, tell))
+            distributed.only_first(partial(_finetune, files, task, training, seed, tell))
         average, by_loss = _uniform(task, reader, files)  # which reads, and so checks, all before a query is asked
         found = {"uniform": average}
         if "greedy" in kinds:
@@ -161,23 +155,21 @@ def soup_starts(
 
 
 def _finetune(
-    files: Sequence[Path], task: FinetuneTask, training: Training, share: float, seed: int, say: Callable[[str], object]
+    files: Sequence[Path], task: FinetuneTask, training: Training, seed: int, say: Callable[[str], object]
 ) -> None:
     """Write finetunes of copies of a task's whole model, but for those that are on file.
 
     Raises:
-        ValueError: The share is out of range, nothing in the model can be trained, or there is nothing to train it by.
+        ValueError: Nothing in the model can be trained, or there is nothing to train it by.
         FileFormatError: The folder is of other finetunes.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share is {share}; it must be above 0 and at most 1, of the training's steps")
     base = Adapter(copy.deepcopy(task.adapter.model)).remove()
     if not any(parameter.requires_grad for parameter in base.parameters()):
         raise ValueError(f"no parameter of {type(base).__name__} requires a gradient, so that it can't be finetuned")
     usual, loss = training.batches or task.batches, task.loss
     if usual is None or (training.train is None and loss is None):
         raise ValueError("finetunes need a loss and batches, and the task has none; give it loss= and batches=")
-    folder, steps = files[0].parent, training.share_of(share)
+    folder, steps = files[0].parent, training.steps
     if not (folder / FINETUNES).exists() and any(file.exists() for file in files):
         raise FileFormatError(f"{folder} has finetunes but no {FINETUNES}, which tells of what; use another folder")
     rebalances, augments = training.rebalanced is not None, training.augment is not None
@@ -186,10 +178,8 @@ def _finetune(
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder / FINETUNES, depends)
     left = [number for number, file in enumerate(files) if not (file.exists() and read_tensors(file, FINETUNE))]
-    say(
-        f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each, together"
-        f" {len(files) * steps / training.steps:.0%} of its training; {len(files) - len(left)} of them are on file"
-    )
+    done = len(files) - len(left)
+    say(f"soup: {counted(len(files), 'finetune')} of the whole model, {counted(steps, 'step')} each; {done} on file")
     unlike = list(dict.fromkeys((rate, other and rebalances, more and augments) for rate, other, more in VARIANTS))
     for number in left:  # beyond those, the same with other seeds
         model, (rate, rebalanced, augmented) = copy.deepcopy(base), unlike[number % len(unlike)]

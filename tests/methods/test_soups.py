@@ -196,7 +196,6 @@ FILES: dict[str, Any] = {"checkpoints": ["a.pth", "b.pth"]}
         ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, ValueError, ("checkpoints", "a.pth")),
         ({**FILES, "kinds": ["best"]}, ValueError, ("kinds", "best")),
         ({"finetunes": 2}, ValueError, ("finetunes", "lr")),
-        ({"finetunes": 2, "training": Training(9, 0.1), "share": 1.5}, ValueError, ("share", "1.5", "0")),
         ({"checkpoints": ["a.pth", "b.pth", "c.pth"]}, BudgetError, ("3", "kinds")),
     ],
 )
@@ -245,7 +244,7 @@ def trainable(frozen: bool = False) -> FinetuneTask:
 def made(
     task: FinetuneTask, training: Training, folder: Path, count: int = 3, **options: Any
 ) -> list[dict[str, Tensor]]:
-    given = {"share": 0.5, "kinds": ["uniform"], "output_dir": folder, "callback": mo.Callback(), **options}
+    given = {"kinds": ["uniform"], "output_dir": folder, "callback": mo.Callback(), **options}
     soup_starts(task, finetunes=count, training=training, **given)
     files = [folder / f"finetune-{number}.safetensors" for number in range(count)]
     return [read_tensors(file, "metricopt_ext.finetune")[0] for file in files]
@@ -273,8 +272,8 @@ def test_each_is_trained_as_it_says(tmp_path: Path) -> None:
     def augment(batch: Any, rng: torch.Generator) -> Any:
         return batch[0] + 1000, batch[1]
 
-    training = Training(40, 0.2, batches=own, rebalanced=other, augment=augment, train=train)
-    made(trainable(), training, tmp_path, 6, share=0.25)
+    training = Training(10, 0.2, batches=own, rebalanced=other, augment=augment, train=train)
+    made(trainable(), training, tmp_path, 6)
     assert [each["steps"] for each in calls] == [10] * 6
     assert [each["lr"] for each in calls] == pytest.approx([0.2 * rate for rate, _, _ in VARIANTS[:6]])
     assert len({each["seed"] for each in calls}) == 6
@@ -286,12 +285,12 @@ def test_each_is_trained_as_it_says(tmp_path: Path) -> None:
 def test_the_whole_model_is_finetuned_but_what_was_frozen_and_the_tasks_stays(tmp_path: Path) -> None:
     task = trainable()
     before = {name: value.clone() for name, value in task.adapter.model.state_dict().items()}
-    states = made(task, Training(20, 0.05), tmp_path)
+    states = made(task, Training(10, 0.05), tmp_path)
     assert all(not torch.equal(state[name], before[name]) for state in states for name in state if name in before)
     assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.state_dict().items())
     assert not same(states[0], states[2])  # alike but for the seed
     frozen = trainable(frozen=True)
-    state = made(frozen, Training(20, 0.05), tmp_path / "frozen", 2)[0]
+    state = made(frozen, Training(10, 0.05), tmp_path / "frozen", 2)[0]
     assert torch.equal(state["0.weight"], frozen.adapter.model[0].weight)
     assert not torch.equal(state["4.weight"], frozen.adapter.model[4].weight)
 
@@ -310,7 +309,7 @@ def counting(calls: list[int]) -> Callable[..., None]:
 
 def test_what_is_on_file_is_not_done_again(tmp_path: Path) -> None:
     calls: list[int] = []
-    training = Training(20, 0.05, train=counting(calls))
+    training = Training(10, 0.05, train=counting(calls))
     first = made(trainable(), training, tmp_path, 2)
     again = made(trainable(), training, tmp_path, 3)
     assert all(map(same, again, made(trainable(), training, tmp_path, 3)))
@@ -319,10 +318,10 @@ def test_what_is_on_file_is_not_done_again(tmp_path: Path) -> None:
 
 
 def test_files_of_other_finetunes_are_refused(tmp_path: Path) -> None:
-    task, training = trainable(), Training(20, 0.05, train=counting([]))
+    task, training = trainable(), Training(10, 0.05, train=counting([]))
     made(task, training, tmp_path)
-    for change, names in (({"seed": 1}, ("seed", "0", "1")), ({"share": 0.1}, ("steps", "10", "2"))):
-        assert_refused(lambda change=change: made(task, training, tmp_path, **change), FileFormatError, *names)
+    assert_refused(lambda: made(task, training, tmp_path, seed=1), FileFormatError, "seed", "0", "1")
+    assert_refused(lambda: made(task, Training(2, 0.05), tmp_path), FileFormatError, "steps", "10", "2")
     with torch.no_grad():
         task.adapter.model[4].bias.add_(1)
     assert_refused(lambda: made(task, training, tmp_path), FileFormatError)
@@ -331,8 +330,8 @@ def test_files_of_other_finetunes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_soup_of_finetunes_is_their_mean_and_leaves_nothing_without_a_folder(tmp_path: Path) -> None:
-    task, training = trainable(), Training(20, 0.05)
-    kept = soup_starts(task, finetunes=3, training=training, share=0.5, kinds=["uniform"], output_dir=tmp_path)
+    task, training = trainable(), Training(10, 0.05)
+    kept = soup_starts(task, finetunes=3, training=training, kinds=["uniform"], output_dir=tmp_path)
     states = made(task, training, tmp_path)
     for name in ("0.weight", "1.bias", "4.weight"):
         value = kept["uniform_soup"].tensors[name]
@@ -342,5 +341,5 @@ def test_a_soup_of_finetunes_is_their_mean_and_leaves_nothing_without_a_folder(t
     assert set(kept["uniform_soup"].tensors) & weights == {
         f"{layer}.{part}" for layer in "014" for part in ("weight", "bias")
     }
-    alone = soup_starts(task, finetunes=3, training=training, share=0.5, kinds=["uniform"])
+    alone = soup_starts(task, finetunes=3, training=training, kinds=["uniform"])
     assert alone["uniform_soup"].of_the_same(kept["uniform_soup"])
