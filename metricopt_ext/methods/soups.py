@@ -140,8 +140,7 @@ def soup_starts(
                 raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more, each once")
         else:
             check_integer(2, finetunes=finetunes)
-            folder = Path(output_dir or temporary)
-            files = [folder / f"finetune-{number}.safetensors" for number in range(finetunes)]
+            files = [Path(output_dir or temporary, f"finetune-{number}.safetensors") for number in range(finetunes)]
         queries = len(files) * task.metric.repeats if "greedy" in kinds else 0
         task.metric.ledger.require(queries, "a greedy soup; kinds=['uniform'] takes none")
         if training is not None and checkpoints is None:

@@ -102,10 +102,12 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any], start: Start | No
         start: What else the start is, such as a soup; its phi is not in force meanwhile. By default phi = 0.
 
     Raises:
+        AdapterError: The start does not fit the model.
         DataError: There is no batch, or the model can't take one.
     """
     start = Start(task.origin()) if start is None else start
-    model = reestimate_batchnorm(task.adapter.model, inputs, start.tensors)
+    task.adapter.check(start)
+    model = reestimate_batchnorm(task.adapter.model, inputs, start)
     if model is None:
         return None
     own, tensors = task.adapter.base_state_dict(), {**start.tensors, **dict(model.named_buffers())}
@@ -114,9 +116,7 @@ def batchnorm_start(task: FinetuneTask, inputs: Iterable[Any], start: Start | No
 
 
 @torch.no_grad()
-def reestimate_batchnorm(
-    model: nn.Module, inputs: Iterable[Any], tensors: Mapping[str, Tensor] | None = None
-) -> nn.Module | None:
+def reestimate_batchnorm(model: nn.Module, inputs: Iterable[Any], start: Start | None = None) -> nn.Module | None:
     """Return a copy of a model with BatchNorm statistics of other inputs, or None if it keeps none.
 
     A norm that no input reaches, such as an auxiliary head's, keeps its statistics.
@@ -124,7 +124,7 @@ def reestimate_batchnorm(
     Args:
         model: With or without an adapter; the copy is of its base, and in evaluation mode.
         inputs: Batches of inputs, without labels; each counts the same, so make them about equal in size.
-        tensors: What replaces the base's own in the copy, by name.
+        start: Its tensors replace the base's own in the copy; its phi is not in force.
 
     Raises:
         DataError: There is no batch, or the model can't take one.
@@ -132,8 +132,8 @@ def reestimate_batchnorm(
     copied = copy.deepcopy(model)
     if hasattr(copied, CONTEXT_NAME):
         Adapter(copied).remove()
-    if tensors:
-        copied.load_state_dict(dict(tensors), strict=False)
+    if start and start.tensors:
+        copied.load_state_dict(start.tensors, strict=False)
     every = (module for module in copied.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     norms = [norm for norm in every if norm.running_mean is not None]  # others take each batch's own
     if not norms:

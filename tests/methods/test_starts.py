@@ -115,6 +115,8 @@ def test_a_batchnorm_start_is_the_model_with_other_statistics() -> None:
     assert torch.equal(start.phi, task.origin())
     assert set(start.tensors) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert all(torch.equal(value, before[name]) for name, value in task.adapter.model.named_buffers())
+    other = Start(ZERO, {"1.mean": torch.ones(5)})
+    assert_refused(lambda: batchnorm_start(task, x.split(20), other), AdapterError, "1.mean")
     expected = reestimate_batchnorm(task.adapter.model, x.split(20))
     assert expected is not None
     with torch.no_grad():
