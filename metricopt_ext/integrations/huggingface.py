@@ -79,10 +79,7 @@ def tune_trainer(
     """
     given = trainer.args.metric_for_best_model if metric is None else metric
     if given is None:
-        raise ConfigError(
-            "no metric is named; give one that compute_metrics returns, as tune_trainer(trainer, 'f1', ...), or set"
-            " metric_for_best_model"
-        )
+        raise ConfigError("no metric is named; give one that compute_metrics returns, or set metric_for_best_model")
     names = names_of(_bare(given) if isinstance(given, str) else [_bare(each) for each in given], combine)
     data = _judged_on(trainer, eval_dataset)
     return tune_model(
@@ -135,10 +132,7 @@ def _judged_on(trainer: Any, given: Any) -> Any:
     if data is None:
         raise ConfigError("the trainer has no eval_dataset, on which to ask for the metric; give one")
     if isinstance(data, dict):
-        raise ConfigError(
-            f"the trainer has several evaluation sets ({', '.join(data)}); give one, eval_dataset={next(iter(data))!r}"
-            " of them"
-        )
+        raise ConfigError(f"the trainer has several evaluation sets, {', '.join(data)}; give one, as eval_dataset=")
     check_evidence(trainer.train_dataset, data, "eval_dataset", trainer.data_collator)
     return data
 

@@ -87,9 +87,7 @@ class SearchPhi(L.Callback):
         parts = [(each,) if isinstance(each, str) else tuple(each) for each in halves or ()]
         every = [*self.names, *chain(*parts)]
         if [*map(len, parts)] not in ([], [len(self.names)] * 2) or len({*every}) < len(every):
-            raise ValueError(
-                f"halves are {halves} of {monitor!r}; give the names of its values on two halves of the data"
-            )
+            raise ValueError(f"halves are {halves} of {monitor!r}; give the names of its values on two halves of data")
         self.halves: dict[str, tuple[str, ...]] = dict(zip(self.names, zip(*parts, strict=True), strict=False))
         self.queries, self.attach, self.merge, self.options = queries, attach, merge, options
         higher = partial(direction, maximize=maximize)
@@ -107,10 +105,8 @@ class SearchPhi(L.Callback):
             Others: As from `check_tuning`.
         """
         if not module.automatic_optimization:
-            raise ConfigError(
-                f"{type(module).__name__}.automatic_optimization is False; SearchPhi needs a training_step that returns"
-                " the loss and takes no steps"
-            )
+            name = type(module).__name__
+            raise ConfigError(f"{name}.automatic_optimization is False; let training_step return the loss alone")
         opposite = "min" if self.maximize else "max"
         for each in trainer.callbacks if self._named else []:  # type: ignore[attr-defined]
             watched = getattr(each, "monitor", None)
@@ -199,7 +195,5 @@ class SearchPhi(L.Callback):
             DataError: They can't; or there is no validation data.
         """
         if not trainer.val_dataloaders:
-            raise DataError(
-                f"there is no validation data, on which to ask for {self.names[0]!r}; give fit a loader of it"
-            )
+            raise DataError(f"there is no validation data, to ask for {self.names[0]!r}; give fit a loader of it")
         return loader_batches(trainer.train_dataloader)
