@@ -19,13 +19,12 @@ from metricopt_ext.experiment.method_config import FinetuneConfig
 from metricopt_ext.experiment.passes import noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent, Trace, with_budget
-from metricopt_ext.methods.guard import CONFIDENCE, held_back
+from metricopt_ext.methods.guard import CONFIDENCE, accepted, held_back
 from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.paper.following import finetune
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import Evaluating, search_results, searched
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
-from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.asking import Asking, labelled
 from metricopt_ext.search.optimizer import LossStep

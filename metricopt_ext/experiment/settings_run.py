@@ -13,6 +13,7 @@ from metricopt_ext.errors import ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.guard import (
     CONFIDENCE,
+    SETTINGS_CONFIDENCE,
     Constrained,
     Guard,
     Verdict,
@@ -21,7 +22,6 @@ from metricopt_ext.methods.guard import (
     decide,
 )
 from metricopt_ext.methods.result import kept, with_so_little_data, worst_of
-from metricopt_ext.methods.tuned_settings import SETTINGS_CONFIDENCE
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import FAILED, Asking, Batch, Run, Trial, labelled
 from metricopt_ext.search.stages import SettingsStage

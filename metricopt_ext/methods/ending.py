@@ -29,9 +29,11 @@ from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import correlation_of_halves
+from metricopt_ext.tasks.split_half import UNITS, correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
+
+CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
 
 
 class Began(NamedTuple):
@@ -178,6 +180,34 @@ def _by_f(metric: Metric, end: SearchResult, point: Tensor) -> tuple[Tensor, Eva
     low, high = metric.bounds or (-math.inf, math.inf)
     value = metric.sign * float(end.f(point[None])[0])
     return point, Evaluation(min(max(value, low), high), sign=metric.sign)
+
+
+def check_holdout(task: FinetuneTask, metric: Metric) -> None:
+    """Refuse a metric that can't judge a run on held-out data.
+
+    Raises:
+        ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
+        BudgetError: Its ledger has too few queries left.
+    """
+    if not isinstance(metric, Metric):
+        raise ValueError(f"holdout is {metric!r}; it must be a Metric, of data that task.metric does not see")
+    seen, fault = task.metric, ""
+    widths = sorted(each.bounds[1] - each.bounds[0] for each in (metric, seen) if each.bounds is not None)
+    if metric.function is seen.function:
+        fault = "is what the search sees; it must be of other data"
+    elif metric.maximize != seen.maximize:
+        fault = f"has {'higher' if metric.maximize else 'lower'} for better, unlike {seen.name!r}"
+    elif len(widths) == 2 and widths[1] >= UNITS * widths[0]:  # as of percent beside shares
+        fault = (
+            f"has bounds {metric.bounds}, and {seen.name!r} {seen.bounds}; gains are compared, so give both in one unit"
+        )
+    elif task.settings is not None and not task.settings.judges(metric):
+        fault = "is not judged by the task's settings of inference; make these of both metrics"
+    elif metric.constraints:
+        fault = f"has subject_to, which no data held out are asked for; give it to {seen.name!r}, and leave a margin"
+    if fault:
+        raise ValueError(f"holdout, {metric.name!r}, {fault}")
+    metric.ledger.require(CANDIDATES * metric.repeats, "holdout")
 
 
 def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:

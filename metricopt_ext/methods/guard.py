@@ -22,6 +22,7 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
+from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.combine import costs_on_pairs
@@ -31,13 +32,11 @@ from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves,
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import (
     TELLING,
-    UNITS,
     chance_of_gain,
     fault_of_halves,
     reliability_of,
     repeats_agree,
 )
-from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import brief, decimals
 from metricopt_ext.value.gp import GPValueFunction
@@ -50,6 +49,10 @@ CONFIDENCE = 0.93
 
 # How sure it must be of the best along a line, which is the luckiest of about six points, and moves one number alone.
 LINE_CONFIDENCE = 0.85
+
+# How sure the guard must be of tuned settings, the best of few candidates with names. At 0.75 and at 0.85 it keeps no
+# more on test, on four tasks, and refuses some that gain (docs/settings.md).
+SETTINGS_CONFIDENCE = 0.6
 
 # As likely as not: the gain that is expected is above 0.
 EXPECTED = 0.5
@@ -367,6 +370,20 @@ def judge(
     return Verdict(gain, optimism, chance, reliability(best), len(visited), needed, predicted, guard)
 
 
+def accepted(stage: SettingsStage, confidence: float) -> bool:
+    """Whether the guard believes the gain of tuned settings over those that a stage began with.
+
+    Args:
+        stage: The stage, at its end.
+        confidence: The run's; at most `SETTINGS_CONFIDENCE` is asked.
+    """
+    first, best = stage.points[0], stage.best
+    if best is first:
+        return False
+    visited = [each.evaluation for each in stage.points]
+    return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
+
+
 def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE) -> Verdict:
     """Judge a gain that nothing but data held out from the search can tell from chance.
 
@@ -626,36 +643,6 @@ def cross_gains(
 
 
 # --- Data held out ---------------------------------------------------------------------------------------------------
-
-CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
-
-
-def check_holdout(task: FinetuneTask, metric: Metric) -> None:
-    """Refuse a metric that can't judge a run on held-out data.
-
-    Raises:
-        ValueError: It is no metric, or the one that the run sees, or of another direction, or has constraints.
-        BudgetError: Its ledger has too few queries left.
-    """
-    if not isinstance(metric, Metric):
-        raise ValueError(f"holdout is {metric!r}; it must be a Metric, of data that task.metric does not see")
-    seen, fault = task.metric, ""
-    widths = sorted(each.bounds[1] - each.bounds[0] for each in (metric, seen) if each.bounds is not None)
-    if metric.function is seen.function:
-        fault = "is what the search sees; it must be of other data"
-    elif metric.maximize != seen.maximize:
-        fault = f"has {'higher' if metric.maximize else 'lower'} for better, unlike {seen.name!r}"
-    elif len(widths) == 2 and widths[1] >= UNITS * widths[0]:  # as of percent beside shares
-        fault = (
-            f"has bounds {metric.bounds}, and {seen.name!r} {seen.bounds}; gains are compared, so give both in one unit"
-        )
-    elif task.settings is not None and not task.settings.judges(metric):
-        fault = "is not judged by the task's settings of inference; make these of both metrics"
-    elif metric.constraints:
-        fault = f"has subject_to, which no data held out are asked for; give it to {seen.name!r}, and leave a margin"
-    if fault:
-        raise ValueError(f"holdout, {metric.name!r}, {fault}")
-    metric.ledger.require(CANDIDATES * metric.repeats, "holdout")
 
 
 def best_on_holdout(

@@ -12,9 +12,9 @@ from typing import Any
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
-from metricopt_ext.methods.ending import confirmed
+from metricopt_ext.methods.ending import check_holdout, confirmed
 from metricopt_ext.methods.folder import HOLDOUT, RunFolder
-from metricopt_ext.methods.guard import CONFIDENCE, check_holdout, held_back
+from metricopt_ext.methods.guard import CONFIDENCE, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun, begun, search_results
 from metricopt_ext.methods.starts import Starts

@@ -14,11 +14,10 @@ from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, RankError
 from metricopt_ext.methods.assessment import QUERIES, Assessment, Evaluated, assessed, kind_of
 from metricopt_ext.methods.ending import Began, decided, guarded
-from metricopt_ext.methods.guard import chosen_start, held_back
+from metricopt_ext.methods.guard import accepted, chosen_start, held_back
 from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.starts import divided
 from metricopt_ext.methods.strategy import Plan
-from metricopt_ext.methods.tuned_settings import accepted
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.progress import Callback

@@ -3,14 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from metricopt_ext.methods.guard import judge
 from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.settings import Settings, Value, Values
 from metricopt_ext.utils.words import counted
-
-# How sure the guard must be of tuned settings, the best of few candidates with names. At 0.75 and at 0.85 it keeps no
-# more on test, on four tasks, and refuses some that gain (docs/settings.md).
-SETTINGS_CONFIDENCE = 0.6
 
 
 @dataclass(frozen=True)
@@ -96,17 +91,3 @@ def _in_words(changes: Mapping[str, tuple[Value, Value]]) -> str:
 def shown(value: Value) -> str:
     """Return a value as it is printed."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def accepted(stage: SettingsStage, confidence: float) -> bool:
-    """Whether the guard believes the gain of tuned settings over those that a stage began with.
-
-    Args:
-        stage: The stage, at its end.
-        confidence: The run's; at most `SETTINGS_CONFIDENCE` is asked.
-    """
-    first, best = stage.points[0], stage.best
-    if best is first:
-        return False
-    visited = [each.evaluation for each in stage.points]
-    return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
