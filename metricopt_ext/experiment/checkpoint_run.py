@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from metricopt_ext.errors import BudgetError, ConfigError
 from metricopt_ext.experiment.program_trials import HELD_OUT, NAME, TRIALS, ProgramRun, TrialError, ending, side_by_side
 from metricopt_ext.methods.ask_and_tell import Search, Trial
 from metricopt_ext.methods.assessment import QUERIES as FIRST
-from metricopt_ext.methods.ending import preferred, values_of_candidates
+from metricopt_ext.methods.ending import confirmed
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime.identity import fingerprint, fingerprint_of_content
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.trust_region import GuidedTrustRegion
-from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.program_score import Failed, ProgramScore, Score
 from metricopt_ext.utils.checkpoint_file import CheckpointFile
 from metricopt_ext.utils.files import opened_atomically, read_json, remove_unfinished, write_json
@@ -183,9 +183,10 @@ class CheckpointRun(ProgramRun):
             spent = {NAME: search.spent * self.score.repeats}
         if self.holdout is not None and result.chosen != "start":
             callback.stage("data held out")
-            aside = self._held_out(self.holdout, result)
-            result = preferred(result, aside, _scale(self.maximize), CONFIDENCE)
-            spent["held out"] = len(aside) * self.holdout.repeats
+            with ending() as programs:
+                judged = partial(self._held_out, programs, self.holdout, result)
+                result = confirmed(result, judged, CONFIDENCE)
+            spent["held out"] = len(result.holdout) * self.holdout.repeats
         callback.outcome(result.before, result.after)
         callback.done()
         return Tuned(result, spent, failed, result.ends[result.chosen])
@@ -241,22 +242,18 @@ class CheckpointRun(ProgramRun):
             lambda trial: unchanged if str(trial.id) == UNCHANGED else None,
         )
 
-    def _held_out(self, holdout: ProgramScore, result: Result) -> dict[str, float]:
-        """Return the scores of the guard's candidates on the data held out; each is asked for once, and kept."""
-        path, found = self.folder / f"{HELD_OUT}.json", dict[str, float]()
-        kept = read_json(path) if path.exists() else {}
-        with ending() as programs:
-            for name, seen in values_of_candidates(result).items():
-                trial, phi = f"{HELD_OUT}-{name}", result.ends[name]
-                point = fingerprint({"phi": phi})
-                if not isinstance(kept.get(point), float):
-                    scored = self._scored(programs, holdout, trial, phi)
-                    if isinstance(scored, Failed):
-                        raise TrialError(f"--holdout failed on {name!r}: {scored.reason}", self.log(trial))
-                    kept[point] = scored.value
-                    write_json(path, kept)
-                found[name] = kept[point]
-                self.check_unit(seen, found[name], trial)
+    def _held_out(self, programs: Programs, holdout: ProgramScore, result: Result, name: str) -> float:
+        """Return the score of one of the guard's candidates on the data held out; it is asked for once, and kept."""
+        path, trial, phi = self.folder / f"{HELD_OUT}.json", f"{HELD_OUT}-{name}", result.ends[name]
+        kept, point = read_json(path) if path.exists() else {}, fingerprint({"phi": phi})
+        if not isinstance(kept.get(point), float):
+            scored = self._scored(programs, holdout, trial, phi)
+            if isinstance(scored, Failed):
+                raise TrialError(f"--holdout failed on {name!r}: {scored.reason}", self.log(trial))
+            kept[point] = scored.value
+            write_json(path, kept)
+        found: float = kept[point]
+        self.check_unit(result.values[name], found, trial)
         return found
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: str, phi: Tensor) -> Score | Failed:
@@ -285,7 +282,3 @@ class CheckpointRun(ProgramRun):
     def disk(self, jobs: int) -> int:
         """Return how many bytes the files of a run take at most: a trial for each job, the tuned one, and a spare."""
         return (jobs + 2) * self.file.path.stat().st_size
-
-
-def _scale(maximize: bool) -> CostScale:
-    return CostScale(maximize=maximize, bounds=None, name=NAME)

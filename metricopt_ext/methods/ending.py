@@ -1,7 +1,7 @@
 """The end of a search: what the guard keeps of it, as a result."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -26,7 +26,6 @@ from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.constraints import Limits
-from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import UNITS, correlation_of_halves
@@ -210,51 +209,32 @@ def check_holdout(task: FinetuneTask, metric: Metric) -> None:
     metric.ledger.require(CANDIDATES * metric.repeats, "holdout")
 
 
-def confirmed(result: Result, task: FinetuneTask, confidence: float) -> Result:
+def confirmed(
+    result: Result, judged: Callable[[str], float], confidence: float, task: FinetuneTask | None = None
+) -> Result:
     """Return a run's result with what held-out data prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
     over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
-    If the metric can't tell a gain from chance, these data are what does (`judge_held_out`).
+    If the metric can't tell a gain from chance, these data are what does (`best_on_holdout`).
 
     Args:
         result: What the guard made of the run; one that kept the model as it was is returned as it is.
-        task: The run's, judged on the held-out data: a query for the model as it was, for the start that a search
-            began from, if that is another, and for what was kept.
+        judged: ``judged(name)`` returns a candidate's value on the held-out data; it is asked for the model as it was,
+            for the start that a search began from, if that is another, and for what was kept.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
-
-    Raises:
-        MetricError: The metric failed.
+        task: The run's, if it has settings of inference.
     """
     if result.chosen == "start":
         return result
-    names = values_of_candidates(result)
-    aside = {name: task.evaluate(result.start_of(name), "holdout", repr(name)).value for name in names}
-    result = preferred(result, aside, task.metric, confidence)
-    if result.settings is None or task.settings is None:
+    names, constrained = dict.fromkeys(("start", result.started_at, result.chosen)), result.constrained
+    values = {name: result.values[name] for name in names if constrained is None or constrained.allows(name)}
+    aside = {name: judged(name) for name in values}
+    chosen, verdict = best_on_holdout(values, aside, result.maximize, result.guard, confidence)
+    result = replace(result, chosen=chosen, after=values[chosen], holdout=aside)
+    if verdict is not None:
+        result = replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)
+    if result.settings is None or task is None or task.settings is None:
         return result
-    after = task.values_of(result.start_of(result.chosen).settings)
+    after = task.values_of(result.start_of(chosen).settings)
     return replace(result, settings=replace(result.settings, after=after, factor=task.settings.factor(after)))
-
-
-def values_of_candidates(result: Result) -> dict[str, float]:
-    """Return what held-out data choose from, by name, with its value on the data that the search sees."""
-    found = {"start": result.before, result.started_at: result.starts[result.started_at], result.chosen: result.after}
-    return {name: each for name, each in found.items() if result.constrained is None or result.constrained.allows(name)}
-
-
-def preferred(result: Result, aside: Mapping[str, float], metric: CostScale, confidence: float) -> Result:
-    """Return a run's result with what held-out data prefer; see `confirmed`.
-
-    Args:
-        result: What the guard made of the run.
-        aside: The values of `values_of_candidates` on these data.
-        metric: What the values mean.
-        confidence: As in `confirmed`.
-    """
-    values = values_of_candidates(result)
-    chosen, verdict = best_on_holdout(values, aside, metric, result.guard, confidence)
-    result = replace(result, chosen=chosen, after=values[chosen], holdout=dict(aside))
-    if verdict is None:
-        return result
-    return replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)

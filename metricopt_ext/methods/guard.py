@@ -27,7 +27,6 @@ from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.combine import costs_on_pairs
 from metricopt_ext.tasks.constraints import Constraint, Limits
-from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import (
@@ -384,23 +383,6 @@ def accepted(stage: SettingsStage, confidence: float) -> bool:
     return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
 
 
-def judge_held_out(seen: float, held_out: float, confidence: float = CONFIDENCE) -> Verdict:
-    """Judge a gain that nothing but data held out from the search can tell from chance.
-
-    The two gains are two samples of one: chance is the standard error of their mean, which has to exceed it by the
-    quantile of Student's t with one degree of freedom. At 0.93 they may differ by a factor of about 1.6.
-
-    Args:
-        seen: The gain on the data that the search sees.
-        held_out: The gain on the others.
-        confidence: How sure to be, at least 0.5 and below 1.
-    """
-    deviates(confidence)  # refuses what is out of range
-    chance = abs(seen - held_out) / 2
-    needed = math.tan(math.pi * (confidence - 0.5)) * chance
-    return Verdict((seen + held_out) / 2, 0.0, chance, 1.0, 1, needed, guard="held-out")
-
-
 def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float) -> float:
     """Return the standard deviation of the chance part of a gain whose variance is proportional to its size."""
     pairs = stacked_pairs([start, *points])
@@ -646,24 +628,28 @@ def cross_gains(
 
 
 def best_on_holdout(
-    values: Mapping[str, float], aside: Mapping[str, float], metric: CostScale, guard: Guard, confidence: float
+    values: Mapping[str, float], aside: Mapping[str, float], maximize: bool, guard: Guard, confidence: float
 ) -> tuple[str, Verdict | None]:
     """Return which candidate held-out data prefer, and their verdict where nothing else told chance.
+
+    Then the gains on both data are two samples of one: chance is the standard error of their mean, which has to exceed
+    it by the quantile of Student's t with one degree of freedom. At 0.93 they may differ by a factor of about 1.6.
 
     Args:
         values: The candidates' values on the data that the search sees, by name; one at least is not ``"start"``.
         aside: Their values on the held-out data.
-        metric: What the values mean.
+        maximize: Whether higher is better.
         guard: What told chance before.
-        confidence: As in `confirmed`.
+        confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
     """
-    costs = {name: metric.sign * value for name, value in aside.items()}
+    sign, quantile = -1 if maximize else 1, math.tan(math.pi * (confidence - 0.5))
+    costs, verdicts = {name: sign * value for name, value in aside.items()}, dict[str, Verdict]()
     if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint
         return min(costs, key=costs.__getitem__), None
-    verdicts = {
-        name: judge_held_out(metric.sign * (values["start"] - values[name]), costs["start"] - costs[name], confidence)
-        for name in costs
-        if name != "start"
-    }
+    for name in costs:
+        if name != "start":
+            seen, held_out = sign * (values["start"] - values[name]), costs["start"] - costs[name]
+            gain, chance = (seen + held_out) / 2, abs(seen - held_out) / 2
+            verdicts[name] = Verdict(gain, 0.0, chance, 1.0, 1, quantile * chance, guard="held-out")
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
     return best if verdicts[best].accepted else "start", verdicts[best]

@@ -106,7 +106,11 @@ def optimize_metric(
             if holdout is not None:
                 plan.callback.stage("held-out data")
                 aside = task.judged_by(holdout.logged(plan.folder.log(holdout, HOLDOUT)))
-                result = distributed.on_first(partial(confirmed, result, aside, plan.confidence))
+
+                def judged(name: str) -> float:
+                    return aside.evaluate(result.start_of(name), "holdout", repr(name)).value
+
+                result = distributed.on_first(lambda: confirmed(result, judged, plan.confidence, task))
             result = distributed.on_first(lambda: looked_at(result, task, looked))
         task.adapter.apply(result.start_of(result.chosen))
         plan.folder.keep(task, result)

@@ -42,7 +42,6 @@ from metricopt_ext.methods.guard import (
     deviates,
     held_back,
     judge,
-    judge_held_out,
     kept_share,
 )
 from metricopt_ext.methods.paper.recipe import Recipe
@@ -52,7 +51,6 @@ from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.combine import Combination, Combine, costs_on_pairs
 from metricopt_ext.tasks.constraints import Limits, parse_constraints
-from metricopt_ext.tasks.cost_scale import CostScale
 from metricopt_ext.tasks.evaluation import Evaluation, Outcome
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.split_half import reliability_of
@@ -223,8 +221,10 @@ def test_the_best_of_several_ends_is_kept_if_it_gains_more_than_chance_and_optim
 def test_data_held_out_confirm_a_gain_by_students_t(
     seen: float, held_out: float, confidence: float, accepted: bool
 ) -> None:
-    found = judge_held_out(seen, held_out, confidence)
-    assert found.accepted == accepted
+    values, aside = {"start": 1.0, "search": 1 - seen}, {"start": 1.0, "search": 1 - held_out}
+    kept, found = best_on_holdout(values, aside, False, "none", confidence)
+    assert found is not None
+    assert found.accepted == accepted == (kept == "search")
     assert found.guard == "held-out"
     from scipy.stats import t, ttest_1samp
 
@@ -1178,14 +1178,11 @@ def test_held_out_data_are_a_guard_where_there_are_no_halves(quadratic: Make) ->
     assert metric.ledger.spent == 30
 
 
-SCORE = CostScale(maximize=True, bounds=(0.0, 1.0), name="score")
-
-
 def test_where_chance_was_known_the_best_on_held_out_data_is_kept() -> None:
     values, aside = {"start": 0.5, "near": 0.6, "search": 0.9}, {"start": 0.5, "near": 0.7, "search": 0.6}
-    assert best_on_holdout(values, aside, SCORE, "halves", 0.95) == ("near", None)
-    assert best_on_holdout(values, {**aside, "start": 0.8}, SCORE, "repeats", 0.95) == ("start", None)
-    chosen, verdict = best_on_holdout(values, aside, SCORE, "none", 0.7)
+    assert best_on_holdout(values, aside, True, "halves", 0.95) == ("near", None)
+    assert best_on_holdout(values, {**aside, "start": 0.8}, True, "repeats", 0.95) == ("start", None)
+    chosen, verdict = best_on_holdout(values, aside, True, "none", 0.7)
     assert chosen == "near"
     assert verdict is not None
     assert (verdict.gain, verdict.chance) == pytest.approx((0.15, 0.05))
