@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from metricopt_ext.methods.guard import (
     CLIMBED,
     Constrained,
     Decision,
-    KeptShare,
     best_on_holdout,
     decide,
     kept_share,
@@ -36,23 +34,31 @@ CANDIDATES = 3  # at most: the model as it was, the start that the search began 
 
 
 class Began(NamedTuple):
-    """Where a search began.
+    """Where a search began, and what the guard has to know besides the search's end.
 
     Attributes:
-        starts: What it could begin from, by name, the best of lines and tuned settings among them.
+        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
+        starts: What the search could begin from, by name, the best of lines and tuned settings among them.
         evaluated: The metric's evaluations of them.
         name: The one that it began from.
         against: What its end is held against: the model as it was trained, or what is presumed in its place.
         points: All starts that were asked for, those on lines too.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
         lines: The t of those that are the best of a line, by name.
+        limits: The metric's constraints; what violates one is not kept. None without any.
+        stage: The stage over settings of inference; None for a task without any.
     """
 
+    task: FinetuneTask
     starts: Mapping[str, Start]
     evaluated: Mapping[str, Evaluation]
     name: str
     against: str
     points: Sequence[Point]
+    confidence: float
     lines: Mapping[str, float] = MappingProxyType({})
+    limits: Limits | None = None
+    stage: SettingsStage | None = None
 
     @property
     def at(self) -> Start:
@@ -70,85 +76,57 @@ class Began(NamedTuple):
         return {**{name: self.evaluated[name] for name in names}, "search": end.evaluation}
 
 
-def decided(
-    task: FinetuneTask, began: Began, end: SearchResult, confidence: float, limits: Limits | None = None
-) -> tuple[Decision, KeptShare | None]:
-    """Return what the guard decides and, if that is the end and classes are new, how far to go towards it.
-
-    Args are those of `guarded`.
-    """
-    candidates = began.candidates(end)
+def decided(began: Began, end: SearchResult) -> Decision:
+    """Return what the guard decides of where a search stands and, if that is the end, how far to go towards it."""
+    candidates, metric, limits = began.candidates(end), began.task.metric, began.limits
+    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
 
     def gain_by_f(name: str) -> float:
         known = began.starts[name].of_the_same(began.at)  # f is of the model with its tensors
         return end.gain_over(began.starts[name].phi) if known else math.inf
 
-    visited, against, started = [*end.evaluations, *(began.elsewhere if began.lines else ())], began.against, began.name
+    against, started = began.against, began.name
     if started not in (against, SETTINGS, *began.lines):  # it was taken by what few points told of chance
         told = [*candidates.values(), *visited]
-        started = started if surely_gains(candidates[against], candidates[started], told, confidence) else against
-    decision = decide(
-        candidates,
-        visited,
-        confidence,
-        gain_by_f,
-        CLIMBED[task.metric.combination is not None] * end.climbed,
-        against=against,
-        started=started,
-        lines=began.lines,
-        limits=limits,
-    )
-    new = task.metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
-    new = new and (limits is None or limits.hold(candidates[decision.otherwise]))  # or else there is no way back
-    return decision, kept_share(end, began.at.phi) if new else None
+        started = started if surely_gains(candidates[against], candidates[started], told, began.confidence) else against
+    climbed, lines = CLIMBED[metric.combination is not None] * end.climbed, began.lines
+    decision = decide(candidates, visited, began.confidence, gain_by_f, climbed, against, started, lines, limits)
+    new = metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
+    if new and (limits is None or limits.hold(candidates[decision.otherwise])):  # or else there is no way back
+        return replace(decision, share=kept_share(end, began.at.phi))
+    return decision
 
 
-def guarded(
-    task: FinetuneTask,
-    began: Began,
-    end: SearchResult,
-    confidence: float,
-    part: tuple[Tensor, Evaluation] | None = None,
-    limits: Limits | None = None,
-    stage: SettingsStage | None = None,
-) -> Result:
+def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | None = None) -> Result:
     """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
-        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
-        began: Where the search began, and what it could begin from.
+        began: Where the search began, and what the guard has to know.
         end: Where it stands.
-        confidence: How sure the guard must be, at least 0.5 and below 1.
-        part: The point of that share, ``d``, and its evaluation, if it was asked for; else f's mean stands in.
-        limits: The metric's constraints; what violates one is not kept.
-        stage: The stage over settings of inference; None without any.
+        part: The point of the share that is kept, ``d``, and its evaluation, if it was asked for; else f's mean stands
+            in.
     """
-    starts, evaluated = began.starts, began.evaluated
-    decision, share = decided(task, began, end, confidence, limits)
-    candidates, ends = began.candidates(end), {name: each.phi for name, each in starts.items()} | {"search": end.phi}
-    least = accumulate((each.cost for each in end.evaluations), min, initial=math.inf)
-    better = (
-        point for point, each, before in zip(end.points, end.evaluations, least, strict=False) if each.cost < before
-    )
-    path = torch.stack([began.at.phi, *better, end.phi])
-    if share is not None and share.share < 1:
-        kept = decision.otherwise
-        if share.share > 0:
-            share = replace(share, evaluated=part is not None)
-            ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(began.at.phi, end.phi))
-            holds = limits is None or (part is not None and limits.hold(candidates["part"]))
-            if holds and candidates["part"].cost < candidates[kept].cost:
-                kept, path = "part", torch.cat([path, ends["part"][None]])
-        decision = replace(decision, kept=kept)
+    task, starts, evaluated, stage = began.task, began.starts, began.evaluated, began.stage
+    decision, candidates = decided(began, end), began.candidates(end)
+    ends, share = {name: each.phi for name, each in starts.items()} | {"search": end.phi}, decision.share
+    if share is not None and 0 < share.share < 1:
+        share = replace(share, evaluated=part is not None)
+        ends["part"], candidates["part"] = part or _by_f(task.metric, end, share.point(began.at.phi, end.phi))
     tried = [] if stage is None else [each.evaluation for each in stage.points[1:]]
-    others = [*began.elsewhere, *(each for each in tried if began.name != SETTINGS or each is not evaluated[SETTINGS])]
+    others = [*began.elsewhere, *(each for each in tried if each is not evaluated[began.name])]
     last = [end.evaluation] if end.queries > len(end.evaluations) else []  # a guided search's own
-    constrained = Constrained.of(limits, candidates, [*others, *end.evaluations, *last])
+    constrained = Constrained.of(began.limits, candidates, [*others, *end.evaluations, *last])
     allowed = {name: each for name, each in candidates.items() if constrained is None or constrained.allows(name)}
+    if share is not None and share.share < 1:
+        better = "part" in allowed and allowed["part"].cost < candidates[decision.otherwise].cost
+        decision = replace(decision, kept="part" if better else decision.otherwise)
+    costs = torch.tensor([math.inf, *(each.cost for each in end.evaluations)], dtype=torch.float64)
+    lower = end.points[costs[1:] < costs.cummin(0).values[:-1]]  # than all before
+    kept = starts.get(decision.kept, began.at)
+    first, after = task.values_of(began.at.settings), task.values_of(kept.settings)
     evaluations = len(others) + end.queries + (part is not None)
-    queries = {"starts": len(began.points)} | ({} if task.settings is None else {"settings": len(tried)})
+    queries = {"starts": len(began.points)} | ({} if stage is None else {"settings": len(tried)})
     queries["search"] = evaluations - sum(queries.values())
-    values, first = (task.values_of(each.settings) for each in (starts.get(decision.kept, began.at), began.at))
     return Result(
         **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
         | {"best": min(allowed.values(), key=lambda each: each.cost).value},
@@ -162,14 +140,14 @@ def guarded(
         points=end.points,
         split_half=correlation_of_halves(stacked_halves(end.evaluations)),
         costs=tuple(task.metric.normalised(each.cost) for each in end.evaluations),
-        path=path,
+        path=torch.stack([began.at.phi, *lower, end.phi, *([ends["part"]] if decision.kept == "part" else [])]),
         candidates=starts,
         learns=end.learns,
         plain=task.probing().loss is None and task.gradients is None,
         widened=end.widened,
         kept_share=share,
         constrained=constrained,
-        settings=None if task.settings is None else TunedSettings.of(task.settings, values, stage, first),
+        settings=None if stage is None else TunedSettings.of(stage, first, after),
     )
 
 

@@ -124,12 +124,14 @@ class Decision:
         verdict: What the guard thinks of the best end: over what it is held against if that is what it was refused
             for, or if no start was kept; and else over the start. Where the end violates a constraint, and a start may
             be kept instead, it is on that start.
-        otherwise: What is kept where the end is not, for other reasons (`kept_share`).
+        otherwise: What is kept where the end is not, for other reasons.
+        share: How far to go towards the end, if that is kept, and the metric's classes are new (`kept_share`).
     """
 
     kept: str
     verdict: Verdict
     otherwise: str = "start"
+    share: "KeptShare | None" = None
 
 
 def decide(
@@ -138,7 +140,6 @@ def decide(
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda name: math.inf,
     climbed: float = 0.0,
-    *,
     against: str = "start",
     started: str = "start",
     lines: Collection[str] = (),

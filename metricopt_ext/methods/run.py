@@ -187,9 +187,10 @@ class SearchRun:
     def _part_of_the_way(self, search: Begun) -> list[Start]:
         """Return what the guard keeps of the way to the search's end; nothing where that is none or all of it."""
         end, at = search.end(), self.starts[self.started]
-        _, share = decided(self.task, self._began, end, self._confidence, self.limits)
-        partly = share is not None and 0 < share.share < 1
-        return [replace(at, phi=share.point(at.phi, end.phi))] if share is not None and partly else []
+        share = decided(self._began, end).share
+        if share is None or not 0 < share.share < 1:
+            return []
+        return [replace(at, phi=share.point(at.phi, end.phi))]
 
     def _for_what_is_kept(self) -> int:
         """Return how many evaluations are held back; without halves, there is no share to keep."""
@@ -220,7 +221,7 @@ class SearchRun:
         assert self._search is not None
         end = self._search.end(Answers() if self._over else asking.told())
         part = None if self._part is None else next(iter(self._part.evaluated), None)
-        result = guarded(self.task, self._began, end, self._confidence, part, self.limits, self._settings)
+        result = guarded(self._began, end, part)
         besides = self._besides * self.task.metric.repeats
         queries = {**result.queries, "search": result.queries["search"] + besides}
         return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)
@@ -262,7 +263,8 @@ class SearchRun:
 
     @property
     def _began(self) -> Began:
-        return Began(self.starts, self.evaluated, self.started, self._against, self.points, self._strengths)
+        rules = self._confidence, self._strengths, self.limits, self._settings
+        return Began(self.task, self.starts, self.evaluated, self.started, self._against, self.points, *rules)
 
 
 class Evaluating:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metricopt_ext.search.stages import SettingsStage
-from metricopt_ext.tasks.settings import Settings, Value, Values
+from metricopt_ext.tasks.settings import Value, Values
 from metricopt_ext.utils.words import counted
 
 
@@ -31,27 +31,23 @@ class TunedSettings:
     untried: str = ""
 
     @classmethod
-    def of(cls, settings: Settings, after: Values, stage: SettingsStage | None, started: Values) -> "TunedSettings":
+    def of(cls, stage: SettingsStage, started: Values, after: Values) -> "TunedSettings":
         """Make one.
 
         Args:
-            settings: The task's.
-            after: Those of what was kept, a value for each setting.
-            stage: What was asked; None where it was not run.
+            stage: What was asked.
             started: Those that the search of phi began with, a value for each setting.
+            after: Those of what was kept, a value for each setting.
         """
-        tried, untried = list[tuple[dict[str, Value], float]](), ""
-        if stage is not None:
-            tried = [(dict(each.start.settings), each.evaluation.value) for each in stage.points]
+        settings, untried = stage.settings, ""
+        tried = tuple((dict(each.start.settings), each.evaluation.value) for each in stage.points)
+        if len(tried) == 1 and settings.queries:
             untried = "the search needs all queries; give it more"
-            if stage.given_up:
-                untried = "all were given up"
-            elif stage.queries:
+            if stage.queries:
                 longer = f"more than {settings.inference:g} times as long"
-                untried = f"what else there is takes {longer}; allow more by inference="
-        untried = untried if len(tried) == 1 and settings.queries else ""
+                untried = f"all others were given up, or take {longer}; allow more by inference="
         factor = settings.factor(after)
-        return cls(settings.defaults, dict(after), settings.free, factor, tuple(tried), dict(started), untried)
+        return cls(settings.defaults, dict(after), settings.free, factor, tried, dict(started), untried)
 
     @property
     def changed(self) -> dict[str, tuple[Value, Value]]:
@@ -65,7 +61,7 @@ class TunedSettings:
 
     def lines(self) -> list[str]:
         """Return what ``str`` of a result says."""
-        lines, tried = [], max(0, len(self.tried) - 1)
+        lines, tried = [], len(self.tried) - 1
         if free := _in_words(_changes(self.before, {**self.before, **self.free})):
             lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
         if changed := _in_words(self.changed):

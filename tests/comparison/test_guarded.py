@@ -40,7 +40,7 @@ def run(task: Any, started: float, ended: float, *, elsewhere: bool) -> dict[str
     asked = {name: Evaluation(cost, pairs=((cost, cost),)) for name, cost in (("start", 100.0), ("prior", started))}
     best = min(asked, key=lambda name: asked[name].cost)
     points = [Point(name, start, asked[name]) for name, start in starts.items()]
-    result = guarded(task, Began(starts, asked, best, "start", points), end, 0.84)
+    result = guarded(Began(task, starts, asked, best, "start", points, 0.84), end)
 
     def change(before: str, after: str) -> Change:
         """What is tested is phi's first coordinate; the error is 1, and 10 more between two models."""

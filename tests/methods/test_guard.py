@@ -917,9 +917,10 @@ def test_what_one_half_of_the_classes_does_not_gain_by_the_other_is_not_kept(qua
     assert share.share == 0
     start = torch.zeros(2, dtype=torch.float64)
     (at,) = (at for at, point in enumerate(moved.points) if torch.equal(point, start))
-    began = Began({"start": Start(start)}, {"start": moved.evaluations[at]}, "start", "start", [])
     for new, kept in ((True, "start"), (False, "search")):
-        result = guarded(of_classes(quadratic(2), 0.1, new=new), began, moved, 0.95)
+        task = of_classes(quadratic(2), 0.1, new=new)
+        began = Began(task, {"start": Start(start)}, {"start": moved.evaluations[at]}, "start", "start", [], 0.95)
+        result = guarded(began, moved)
         assert result.chosen == kept
         assert "part" not in result.ends
 
