@@ -26,7 +26,7 @@ from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.combine import costs_on_pairs
-from metricopt_ext.tasks.constraints import Constraint, Limits
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import (
@@ -413,14 +413,14 @@ class Constrained:
 
     Attributes:
         limits: The constraints, with their bounds in the quantities' own units.
-        violated: What each candidate violates, by name, and by how much, in the quantity's own unit; NaN of what was
-            not asked. What was refused for it is among them.
+        violated: By how much each candidate is beyond each constraint that it violates, by name and the constraint's
+            text, in the quantity's own unit; NaN of what was not asked. What was refused for it is among them.
         holding: Number of points that were asked and satisfy all.
         evaluated: Number of points that were evaluated.
     """
 
     limits: Limits
-    violated: Mapping[str, Mapping[Constraint, float]]
+    violated: Mapping[str, Mapping[str, float]]
     holding: int
     evaluated: int
 
@@ -437,22 +437,13 @@ class Constrained:
         """
         if limits is None:
             return None
-        violated = dict[str, Mapping[Constraint, float]]()
-        for name, each in candidates.items():
-            if each.outcomes:
-                excess = dict(zip(limits.constraints, limits.excesses(each), strict=True))
-                violated[name] = {limit: excess[limit] for limit in limits.violated(each)}
-            else:  # as f's mean stands in
-                violated[name] = dict.fromkeys(limits.constraints, math.nan)
+        unknown = dict.fromkeys(map(str, limits.constraints), math.nan)  # where f's mean stands in
+        violated = {name: limits.violated(each) if each.outcomes else unknown for name, each in candidates.items()}
         return cls(limits, violated, sum(map(limits.hold, evaluated)), len(evaluated))
 
     def allows(self, name: str) -> bool:
         """Whether a candidate may be kept: what satisfies all, or the model as it was trained where nothing does."""
         return not self.violated[name] or (name == "start" and all(self.violated.values()))
-
-    def excess(self, name: str) -> dict[str, float]:
-        """Return by how much a candidate breaks each constraint that it violates, in the quantity's own unit."""
-        return {str(limit): by for limit, by in self.violated[name].items()}
 
     def lines(self, chosen: str, called: Callable[[str], str]) -> list[str]:
         """Say what the constraints decided; nothing if all candidates satisfy them.
@@ -461,27 +452,24 @@ class Constrained:
             chosen: What was kept, by name.
             called: Returns the words for a candidate (`result.kept`).
         """
-        lines = [
-            f"{called(name)} violates {' and '.join(map(str, each))}, so it can't be kept"
-            for name, each in self.violated.items()
-            if each and name not in ("start", chosen)
-        ]
-        if excess := self.excess(chosen):
-            said, broken = " and ".join(map(str, self.limits.constraints)), excess_in_words(excess)
+        broken = {name: " and ".join(each) for name, each in self.violated.items() if each}
+        if chosen in broken:
+            said, excess = " and ".join(map(str, self.limits.constraints)), excess_in_words(self.violated[chosen])
             said = f"none of {self.evaluated} points that were asked satisfies {said}"
-            lines = [f"{said}: what is kept violates {broken} on the metric's data"]
-        elif self.violated["start"] and chosen != "start":
-            said = " and ".join(map(str, self.violated["start"]))
-            lines.append(f"the model as it was violates {said}, so the best that satisfies it is kept, gain or not")
+            return [f"{said}: what is kept violates {excess} on the metric's data"]
+        trained = broken.pop("start", "")
+        lines = [f"{called(name)} violates {said}, so it can't be kept" for name, said in broken.items()]
+        if trained:
+            lines.append(f"the model as it was violates {trained}, so the best that satisfies it is kept, gain or not")
         return lines
 
     def to_json(self, chosen: str) -> dict[str, Any]:
         """Return the limits as plain data, and by how much what was kept breaks those that it breaks."""
-        return {"subject to": self.limits.texts(), "broken": self.excess(chosen)}
+        return {"subject to": self.limits.texts(), "broken": dict(self.violated[chosen])}
 
 
 def excess_in_words(excess: Mapping[str, float]) -> str:
-    """Say by how much each constraint is broken; see `Constrained.excess`."""
+    """Say by how much each constraint is broken, by its text; see `Constrained.violated`."""
     return " and ".join(f"{limit} by {decimals(by)}" for limit, by in excess.items())
 
 

@@ -164,7 +164,7 @@ class Result:
     def _why_there(self) -> str:
         broken = () if self.constrained is None else self.constrained.violated["start"]
         if broken and self.started_at != "start":
-            return f"as the model as it was violates {' and '.join(map(str, broken))}"
+            return f"as the model as it was violates {' and '.join(broken)}"
         best = self.starts[self.started_at] == (max if self.maximize else min)(self.starts.values())
         by_value = best and self.verdict.guard == "none"  # data held out, which `guard` may name, come after all
         return "the best by its value alone" if by_value else "as no other surely gains on it"
@@ -258,7 +258,7 @@ class Result:
 
         Then no point that was asked satisfies all.
         """
-        return {} if self.constrained is None else self.constrained.excess(self.chosen)
+        return {} if self.constrained is None else dict(self.constrained.violated[self.chosen])
 
     @property
     def made_of(self) -> dict[str, tuple[float, float | None]]:

@@ -112,10 +112,10 @@ class Limits:
             (1 if each.at_least else -1) * (number - value_of(evaluation, each.name)) for each, number in pairs
         )
 
-    def violated(self, evaluation: Evaluation) -> tuple[Constraint, ...]:
-        """Return the constraints that an evaluation does not satisfy."""
+    def violated(self, evaluation: Evaluation) -> dict[str, float]:
+        """Return by how much an evaluation is beyond each limit that it does not satisfy, by the constraint's text."""
         found = zip(self.constraints, self.numbers, self.excesses(evaluation), strict=True)
-        return tuple(each for each, number, excess in found if excess > ROUNDING * max(1.0, abs(number)))
+        return {str(each): excess for each, number, excess in found if excess > ROUNDING * max(1.0, abs(number))}
 
     def hold(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation satisfies all; one that failed, whose values are another's, does not."""
