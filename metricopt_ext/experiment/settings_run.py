@@ -18,8 +18,8 @@ from metricopt_ext.methods.guard import (
     Guard,
     Verdict,
     besides,
-    best_on_holdout,
     decide,
+    preferred,
 )
 from metricopt_ext.methods.result import kept, with_so_little_data, worst_of
 from metricopt_ext.runtime.progress import Callback
@@ -329,7 +329,7 @@ class SettingsRun(ProgramRun):
                 known, _ = log.evaluated(at, judged, self.holdout.repeats)
                 aside[name] = known.value
                 self.check_unit(seen[name], aside[name], f"{HELD_OUT}-{name}")
-        chosen, verdict = best_on_holdout(seen, aside, self.maximize, tuned.guard, CONFIDENCE)
+        chosen, verdict = preferred(seen, aside, self.maximize, tuned.guard, CONFIDENCE)
         queries = {**tuned.queries, "held out": len(aside) * self.holdout.repeats}
         tuned = replace(tuned, verdict=verdict or tuned.verdict, holdout=aside, queries=queries)
         return tuned if chosen == AFTER else replace(tuned, values=self.settings.defaults, after=tuned.before)

@@ -3,22 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import (
-    CLIMBED,
-    Constrained,
-    Decision,
-    best_on_holdout,
-    decide,
-    kept_share,
-    surely_gains,
-)
+from metricopt_ext.methods.guard import CLIMBED, Constrained, Decision, decide, kept_share, preferred, surely_gains
 from metricopt_ext.methods.result import Result, outcome
 from metricopt_ext.methods.tuned_settings import TunedSettings
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
@@ -56,7 +47,7 @@ class Began(NamedTuple):
     against: str
     points: Sequence[Point]
     confidence: float
-    lines: Mapping[str, float] = MappingProxyType({})
+    lines: Mapping[str, float] = {}
     limits: Limits | None = None
     stage: SettingsStage | None = None
 
@@ -194,7 +185,7 @@ def confirmed(
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
     over to other classes, say. Other data can, by a comparison of two or three candidates, which owe nothing to them.
-    If the metric can't tell a gain from chance, these data are what does (`best_on_holdout`).
+    If the metric can't tell a gain from chance, these data are what does (`preferred`).
 
     Args:
         result: What the guard made of the run; one that kept the model as it was is returned as it is.
@@ -208,7 +199,7 @@ def confirmed(
     names, constrained = dict.fromkeys(("start", result.started_at, result.chosen)), result.constrained
     values = {name: result.values[name] for name in names if constrained is None or constrained.allows(name)}
     aside = {name: judged(name) for name in values}
-    chosen, verdict = best_on_holdout(values, aside, result.maximize, result.guard, confidence)
+    chosen, verdict = preferred(values, aside, result.maximize, result.guard, confidence)
     result = replace(result, chosen=chosen, after=values[chosen], holdout=aside)
     if verdict is not None:
         result = replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)

@@ -29,13 +29,7 @@ from metricopt_ext.tasks.combine import costs_on_pairs
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
-from metricopt_ext.tasks.split_half import (
-    TELLING,
-    chance_of_gain,
-    fault_of_halves,
-    reliability_of,
-    repeats_agree,
-)
+from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import brief, decimals
 from metricopt_ext.value.gp import GPValueFunction
@@ -171,23 +165,22 @@ def decide(
         lines: Names of the candidates that are the best along a line.
         limits: The constraints; None without any. What was observed counts.
     """
-    candidates, visited = _with_halves(candidates, visited)
+    told = _telling([*candidates.values(), *visited])
+    candidates, visited = dict(zip(candidates, told, strict=False)), told[len(candidates) :]
     trained, *_, end = candidates
     holding = {name: each for name, each in candidates.items() if limits is None or limits.hold(each)}
     ruled = trained not in holding or len(holding) == 1  # by constraints alone
     judged = candidates if ruled else holding
     was, kept = candidates[against], started if started in judged and started not in lines else against
-    for name in judged:
-        if name not in lines:
-            continue
+    for name in filter(lines.__contains__, judged):
         sure = judge(was, candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted
         by_f = predicted(kept) - predicted(name)
         if sure and (kept == against or _between(candidates[kept], candidates[name], visited, by_f).accepted):
             kept = name
+    verdict = judge(was, candidates[kept], visited, confidence)
     if end not in judged:
-        return Decision(kept, judge(was, candidates[kept], visited, confidence))
-    if kept != against and judge(was, candidates[kept], visited, confidence).accepted:
-        climbed = 0.0
+        return Decision(kept, verdict)
+    climbed = 0.0 if verdict.accepted else climbed
     verdict = judge(was, candidates[end], visited, confidence, predicted(against), climbed)
     if verdict.accepted and kept in lines:
         verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
@@ -210,10 +203,7 @@ def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation
 
 
 def decide_among(
-    ends: Mapping[str, Evaluation],
-    visited: Sequence[Evaluation],
-    confidence: float = CONFIDENCE,
-    overstated: Mapping[str, float] | None = None,
+    ends: Mapping[str, Evaluation], visited: Sequence[Evaluation], confidence: float, overstated: Mapping[str, float]
 ) -> Decision:
     """Keep the model as it was, or the best of the ends of several ways to finetune it.
 
@@ -223,43 +213,34 @@ def decide_among(
         confidence: How sure to be that the end gains on the model as it was, at least 0.5 and below 1.
         overstated: By how much the gain of some ends is known to be overstated, by name; see `judge`.
     """
-    ends, visited = _with_halves(ends, visited)
-    (start, was), *others = ends.items()
-    visited, known = [*visited, *(each for _, each in others)], overstated or {}
-    verdicts = {name: judge(was, each, visited, confidence, overstated=known.get(name, 0.0)) for name, each in others}
+    told = _telling([*ends.values(), *visited])
+    (start, was), *others = zip(ends, told, strict=False)
+    visited = [*told[len(ends) :], *(each for _, each in others)]
+    verdicts = {
+        name: judge(was, each, visited, confidence, overstated=overstated.get(name, 0.0)) for name, each in others
+    }
     best = max(verdicts, key=lambda name: verdicts[name].gain - verdicts[name].optimism)
     return Decision(best if verdicts[best].accepted else start, verdicts[best])
 
 
-def _with_halves(
-    candidates: Mapping[str, Evaluation], visited: Sequence[Evaluation]
-) -> tuple[Mapping[str, Evaluation], Sequence[Evaluation]]:
-    """Return the evaluations without halves, and say so, if all of them together show that these are none.
+def _telling(told: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return evaluations without halves, and say so, if all of them together show that these are none.
 
     Of repeats that tell nothing it is only said: `judge` finds out by itself.
     """
-    told = [*candidates.values(), *visited]
     fault = fault_of_halves(told)
-    faults = ["repeats always agree"] if repeats_agree(told) else []
-    faults += [f"halves {fault}"] if fault else []
+    faults = ["repeats always agree"] * repeats_agree(told) + [f"halves {fault}"] * bool(fault)
     for said in faults if distributed.rank() == 0 else ():
         warnings.warn(
             f"the metric's {said}, so they don't tell a gain from chance and are not used; let it return its values on"
             " all of its data and on two random halves of it, or give a holdout",
             stacklevel=4,
         )
-    if fault:
-        candidates = {name: each._replace(pairs=()) for name, each in candidates.items()}
-        visited = [each._replace(pairs=()) for each in visited]
-    return candidates, visited
+    return [each._replace(pairs=()) for each in told] if fault else list(told)
 
 
 def chosen_start(
-    starts: Mapping[str, Start],
-    evaluated: Mapping[str, Evaluation],
-    limits: Limits | None = None,
-    confidence: float = CONFIDENCE,
-    among: Collection[str] | None = None,
+    starts: Mapping[str, Start], evaluated: Mapping[str, Evaluation], limits: Limits | None, confidence: float
 ) -> str:
     """Return the name of the start that a search begins from: none is taken from another by its value alone.
 
@@ -267,13 +248,12 @@ def chosen_start(
     the one before does not surely gain on it. What satisfies all constraints comes before what does not.
 
     Args:
-        starts: The starts, by name.
-        evaluated: Their evaluations by name, which tell chance together.
+        starts: The starts to choose among by name, the model as it was trained first.
+        evaluated: Evaluations by name, of these and of others, which tell chance together.
         limits: The metric's constraints; None without any.
         confidence: How sure to be, at least 0.5 and below 1.
-        among: Names of those to choose among, the model as it was trained first; by default all that were evaluated.
     """
-    kept, *others = evaluated if among is None else among
+    kept, *others = starts
     for name in others:
         presumed, before, after = starts[name].presumed, evaluated[kept], evaluated[name]
         (broke, _), (breaks, _) = ranked(before, limits), ranked(after, limits)
@@ -284,9 +264,7 @@ def chosen_start(
     return kept
 
 
-def surely_gains(
-    before: Evaluation, after: Evaluation, among: Collection[Evaluation], confidence: float = CONFIDENCE
-) -> bool:
+def surely_gains(before: Evaluation, after: Evaluation, among: Collection[Evaluation], confidence: float) -> bool:
     """Whether what was made without asking the metric gains on another beyond chance; of a plain number any gain does.
 
     Nothing was chosen for its value, so no part of the gain is optimism. Chance is that of the two's own halves, in all
@@ -342,14 +320,14 @@ def judge(
         predicted: f's cost at the start less f's cost at the end, if there is an f.
         overstated: An optimism that is known otherwise, as from `optimism_of_gain`; the larger counts.
     """
-    gain, deviations = start.cost - end.cost, deviates(confidence)
+    gain, deviations, optimism = start.cost - end.cost, deviates(confidence), overstated
     points = sorted(visited or [end], key=lambda each: each.cost)
     halved = [each for each in points if each.pairs]  # the metric may be undefined on a half of some
     repeated = [each for each in points if each.noise is not None]
     halves = stacked_halves(halved) if start.pairs and halved else None
     silent = start.noise is None or end.noise is None or not repeated or repeats_agree([start, end, *repeated])
     if halves is None and silent:
-        return Verdict(gain, overstated, None, 1.0, len(visited), None, predicted, "none")
+        return Verdict(gain, optimism, None, 1.0, len(visited), None, predicted, "none")
     told, noise = repeated if halves is None else halved, noise_of([start, end, *repeated])
     costs = torch.tensor([each.cost for each in told], dtype=torch.float64)
     best = max(LEAST, math.ceil(SHARE * len(costs)))
@@ -361,13 +339,11 @@ def judge(
         return reliability_under(noise, costs[:count]) if halves is None else reliability_of(halves[:count])
 
     largest = chance * math.sqrt(2 * math.log(max(1, len(costs))))
-    optimism = max(
-        min((1 - reliability(count)) * max(0.0, float(costs[:count].mean()) - end.cost), largest)
-        for count in (best, len(costs))
-    )
-    optimism, needed = max(optimism, overstated), deviations * chance
+    for count in (best, len(costs)):
+        lead = max(0.0, float(costs[:count].mean()) - end.cost)
+        optimism = max(optimism, min((1 - reliability(count)) * lead, largest))
     guard: Guard = "repeats" if halves is None else "halves"
-    return Verdict(gain, optimism, chance, reliability(best), len(visited), needed, predicted, guard)
+    return Verdict(gain, optimism, chance, reliability(best), len(visited), deviations * chance, predicted, guard)
 
 
 def accepted(stage: SettingsStage, confidence: float) -> bool:
@@ -377,11 +353,8 @@ def accepted(stage: SettingsStage, confidence: float) -> bool:
         stage: The stage, at its end.
         confidence: The run's; at most `SETTINGS_CONFIDENCE` is asked.
     """
-    first, best = stage.points[0], stage.best
-    if best is first:
-        return False
     visited = [each.evaluation for each in stage.points]
-    return judge(first.evaluation, best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
+    return judge(visited[0], stage.best.evaluation, visited, min(confidence, SETTINGS_CONFIDENCE)).accepted
 
 
 def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float) -> float:
@@ -482,10 +455,7 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
     """
     limits = () if constrained is None else zip(constrained.limits.constraints, constrained.limits.numbers, strict=True)
     bounds = {each.name: f" ({'>=' if each.at_least else '<='} {decimals(number)})" for each, number in limits}
-    told = [
-        f"{name} {decimals(before)} -> {decimals(after)}{bounds.get(name, '')}"
-        for name, (before, after) in also.items()
-    ]
+    told = [f"{name} {' -> '.join(map(decimals, pair))}{bounds.get(name, '')}" for name, pair in also.items()]
     return [f"besides: {', '.join(told)}"] if told else []
 
 
@@ -533,11 +503,8 @@ class KeptShare:
 
     def doubt(self) -> str:
         """Say why the end was not kept as it is."""
-        if self.crossed <= 0:
-            return "what is gained by one half of the metric's classes is not gained by the other"
-        if not self.share:
-            return f"all of its gain may be lost on other classes than the metric's (expected: {self.optimism:.4f})"
-        return f"{self.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
+        lost = f"{self.optimism:.4f} of its gain is expected to be lost on other classes than the metric's"
+        return f"{lost}, as half of these tell of an end that gains {self.crossed:.4f} on the other half"
 
 
 def kept_share(end: SearchResult, start: Tensor) -> KeptShare | None:
@@ -616,7 +583,7 @@ def cross_gains(
 # --- Data held out ---------------------------------------------------------------------------------------------------
 
 
-def best_on_holdout(
+def preferred(
     values: Mapping[str, float], aside: Mapping[str, float], maximize: bool, guard: Guard, confidence: float
 ) -> tuple[str, Verdict | None]:
     """Return which candidate held-out data prefer, and their verdict where nothing else told chance.

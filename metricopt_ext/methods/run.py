@@ -120,7 +120,8 @@ class SearchRun:
                 (_, self.starts[name], self.evaluated[name]), self._strengths[name] = found
 
     def _chosen(self, among: Collection[str]) -> str:
-        return chosen_start(self.starts, self.evaluated, self.limits, self._confidence, among)
+        starts = {name: self.starts[name] for name in among}
+        return chosen_start(starts, self.evaluated, self.limits, self._confidence)
 
     def _begin_at(self) -> str:
         """Return the name of the start that the search begins from.

@@ -34,7 +34,6 @@ from metricopt_ext.methods.guard import (
     STRENGTH,
     Decision,
     Verdict,
-    best_on_holdout,
     chosen_start,
     cross_gains,
     decide,
@@ -43,6 +42,7 @@ from metricopt_ext.methods.guard import (
     held_back,
     judge,
     kept_share,
+    preferred,
 )
 from metricopt_ext.methods.paper.recipe import Recipe
 from metricopt_ext.methods.run import searched
@@ -181,7 +181,7 @@ def test_repeats_that_always_agree_tell_nothing() -> None:
     visited = [Evaluation(float(i), noise=0.0) for i in range(5)]
     start, end = Evaluation(1.0, noise=0.0), Evaluation(0.5, noise=0.0)
     assert judge(start, end, visited).guard == "none"
-    found = assert_warned(lambda: decide_among({"start": start, "search": end}, visited), "repeats", "holdout")
+    found = assert_warned(lambda: decide({"start": start, "search": end}, visited), "repeats", "holdout")
     assert found.verdict.guard == "none"
     noisy = [each._replace(noise=1e-9) for each in visited]
     assert judge(start, end, noisy).guard == "repeats"
@@ -222,7 +222,7 @@ def test_data_held_out_confirm_a_gain_by_students_t(
     seen: float, held_out: float, confidence: float, accepted: bool
 ) -> None:
     values, aside = {"start": 1.0, "search": 1 - seen}, {"start": 1.0, "search": 1 - held_out}
-    kept, found = best_on_holdout(values, aside, False, "none", confidence)
+    kept, found = preferred(values, aside, False, "none", confidence)
     assert found is not None
     assert found.accepted == accepted == (kept == "search")
     assert found.guard == "held-out"
@@ -345,9 +345,9 @@ def start_of(cost: float, *apart: float) -> Evaluation:
     return Evaluation(cost, pairs=tuple((cost - each / 2, cost + each / 2) for each in apart))
 
 
-def chosen(evaluated: dict[str, Evaluation], presumed: Collection[str] = (), **options: Any) -> str:
+def chosen(evaluated: dict[str, Evaluation], presumed: Collection[str] = (), confidence: float = CONFIDENCE) -> str:
     starts = {name: Start(torch.zeros(1), presumed=name in presumed) for name in evaluated}
-    return chosen_start(starts, evaluated, **options)
+    return chosen_start(starts, evaluated, None, confidence)
 
 
 def test_a_start_is_taken_from_another_by_the_guards_confidence_in_all_divisions() -> None:
@@ -535,22 +535,22 @@ def test_halves_that_are_none_are_said_and_not_used(halves: Any, noise: float | 
     costs = rand(24, seed=2).tolist()
     visited = [Evaluation(cost, pairs=(halves(cost),), noise=noise) for cost in costs]
     candidates = {"start": visited[0], "search": min(visited, key=lambda each: each.cost)}
+    more: Any = (CONFIDENCE, {}) if among else ()
     decision: Any = decide_among if among else decide
-    found = assert_warned(lambda: decision(candidates, visited), "halves")
+    found = assert_warned(lambda: decision(candidates, visited, *more), "halves")
     without = [each._replace(pairs=()) for each in visited]
-    plain = decision({name: each._replace(pairs=()) for name, each in candidates.items()}, without)
+    plain = decision({name: each._replace(pairs=()) for name, each in candidates.items()}, without, *more)
     assert found == plain
     assert found.verdict.guard == ("none" if noise is None else "repeats")
 
 
-@pytest.mark.parametrize("among", [False, True])
-def test_a_value_whose_halves_once_agree_keeps_them(among: bool) -> None:
+def test_a_value_whose_halves_once_agree_keeps_them() -> None:
     visited = evaluations(rand(24, 2, seed=2))
     visited[3] = Evaluation(visited[3].cost, pairs=((visited[3].cost, visited[3].cost),))
     candidates = {"start": visited[3], "search": min(visited, key=lambda each: each.cost)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = (decide_among if among else decide)(candidates, visited)
+        found = decide(candidates, visited)
     assert found.verdict.guard == "halves"
 
 
@@ -1181,9 +1181,9 @@ def test_held_out_data_are_a_guard_where_there_are_no_halves(quadratic: Make) ->
 
 def test_where_chance_was_known_the_best_on_held_out_data_is_kept() -> None:
     values, aside = {"start": 0.5, "near": 0.6, "search": 0.9}, {"start": 0.5, "near": 0.7, "search": 0.6}
-    assert best_on_holdout(values, aside, True, "halves", 0.95) == ("near", None)
-    assert best_on_holdout(values, {**aside, "start": 0.8}, True, "repeats", 0.95) == ("start", None)
-    chosen, verdict = best_on_holdout(values, aside, True, "none", 0.7)
+    assert preferred(values, aside, True, "halves", 0.95) == ("near", None)
+    assert preferred(values, {**aside, "start": 0.8}, True, "repeats", 0.95) == ("start", None)
+    chosen, verdict = preferred(values, aside, True, "none", 0.7)
     assert chosen == "near"
     assert verdict is not None
     assert (verdict.gain, verdict.chance) == pytest.approx((0.15, 0.05))
