@@ -107,7 +107,7 @@ def run(name):
     )
     kept = {"phi": task.adapter.phi.detach(), "before": run.before, "after": run.after, "best": run.best,
             "queries": run.queries, "spent": task.metric.ledger.spent_on, "text": str(run), "aside": run.holdout,
-            "settings": run.settings and (run.settings.changed, run.settings.tried),
+            "settings": run.settings and (run.settings.changes, run.settings.tried),
             "advice": first and first.lines()[1], **{f"end {name}": end for name, end in run.ends.items()}}
     fit = getattr(run, "fit", None)
     if fit is not None:

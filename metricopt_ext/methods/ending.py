@@ -113,8 +113,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         decision = replace(decision, kept="part" if better else decision.otherwise)
     costs = torch.tensor([math.inf, *(each.cost for each in end.evaluations)], dtype=torch.float64)
     lower = end.points[costs[1:] < costs.cummin(0).values[:-1]]  # than all before
-    kept = starts.get(decision.kept, began.at)
-    first, after = task.values_of(began.at.settings), task.values_of(kept.settings)
+    after = task.values_of(starts.get(decision.kept, began.at).settings)
     evaluations = len(others) + end.queries + (part is not None)
     queries = {"starts": len(began.points)} | ({} if stage is None else {"settings": len(tried)})
     queries["search"] = evaluations - sum(queries.values())
@@ -138,7 +137,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         widened=end.widened,
         kept_share=share,
         constrained=constrained,
-        settings=None if stage is None else TunedSettings.of(stage, first, after),
+        settings=None if stage is None else TunedSettings.of(stage, after),
     )
 
 
@@ -166,9 +165,7 @@ def check_holdout(task: FinetuneTask, metric: Metric) -> None:
     elif metric.maximize != seen.maximize:
         fault = f"has {'higher' if metric.maximize else 'lower'} for better, unlike {seen.name!r}"
     elif len(widths) == 2 and widths[1] >= UNITS * widths[0]:  # as of percent beside shares
-        fault = (
-            f"has bounds {metric.bounds}, and {seen.name!r} {seen.bounds}; gains are compared, so give both in one unit"
-        )
+        fault = f"has bounds {metric.bounds}, {seen.name!r} {seen.bounds}; gains are compared: give both in one unit"
     elif task.settings is not None and not task.settings.judges(metric):
         fault = "is not judged by the task's settings of inference; make these of both metrics"
     elif metric.constraints:

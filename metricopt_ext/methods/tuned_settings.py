@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from metricopt_ext.search.stages import SettingsStage
 from metricopt_ext.tasks.settings import Value, Values
-from metricopt_ext.utils.words import counted
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,7 @@ class TunedSettings:
         free: Those that were changed before anything was asked, as they can't lower the metric.
         factor: How many times as long inference takes by ``after`` as by ``before``.
         tried: What was asked: values of every setting, and the metric there, in its own units.
-        started: Those that the search of phi began with.
-        untried: Why none was tried, if any might have been; empty otherwise.
+        untried: Whether none was tried, though some might have been.
     """
 
     before: dict[str, Value]
@@ -27,52 +25,38 @@ class TunedSettings:
     free: dict[str, Value]
     factor: float
     tried: tuple[tuple[dict[str, Value], float], ...]
-    started: dict[str, Value]
-    untried: str = ""
+    untried: bool = False
 
     @classmethod
-    def of(cls, stage: SettingsStage, started: Values, after: Values) -> "TunedSettings":
+    def of(cls, stage: SettingsStage, after: dict[str, Value]) -> "TunedSettings":
         """Make one.
 
         Args:
             stage: What was asked.
-            started: Those that the search of phi began with, a value for each setting.
             after: Those of what was kept, a value for each setting.
         """
-        settings, untried = stage.settings, ""
+        settings = stage.settings
         tried = tuple((dict(each.start.settings), each.evaluation.value) for each in stage.points)
-        if len(tried) == 1 and settings.queries:
-            untried = "the search needs all queries; give it more"
-            if stage.queries:
-                longer = f"more than {settings.inference:g} times as long"
-                untried = f"all others were given up, or take {longer}; allow more by inference="
-        factor = settings.factor(after)
-        return cls(settings.defaults, dict(after), settings.free, factor, tried, dict(started), untried)
-
-    @property
-    def changed(self) -> dict[str, tuple[Value, Value]]:
-        """What was changed by the metric, by name: before and after."""
-        return _changes({**self.before, **self.free}, self.after)
+        untried = len(tried) == 1 and settings.queries > 0
+        return cls(settings.defaults, after, settings.free, settings.factor(after), tried, untried)
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
-        """All that was changed, what was free too, by name: before and after."""
+        """What was changed, by name: before and after."""
         return _changes(self.before, self.after)
 
     def lines(self) -> list[str]:
         """Return what ``str`` of a result says."""
-        lines, tried = [], len(self.tried) - 1
-        if free := _in_words(_changes(self.before, {**self.before, **self.free})):
+        given, tried, lines = {**self.before, **self.free}, len(self.tried) - 1, []
+        if free := _in_words(_changes(self.before, given)):
             lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
-        if changed := _in_words(self.changed):
-            cost = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"
-            lines.append(f"settings: {changed} ({tried} tried){cost}")
-        elif gained := _in_words(_changes({**self.before, **self.free}, self.started)):
-            lines.append(f"settings: as they were; {gained} gained ({tried} tried), but was not kept")
+        if changed := _in_words(_changes(given, self.after)):
+            longer = f"inference takes {self.factor:.2f} times as long"
+            lines.append(f"settings: {changed} ({tried} tried); {longer}")
         elif self.untried:
-            lines.append(f"settings: none was tried, as {self.untried}")
+            lines.append("settings: none was tried; give the search more queries, or allow more by inference=")
         elif tried:
-            lines.append(f"settings: as they were; none of {counted(tried, 'other choice')} surely gains")
+            lines.append(f"settings: as they were ({tried} tried)")
         return lines
 
 

@@ -61,7 +61,7 @@ def test_settings_are_tuned_first_and_then_phi(quadratic: Make) -> None:
     assert result.settings is not None
     assert result.settings.before == {"size": 2.0, "kind": "hard"}
     assert result.settings.after == {"size": BEST, "kind": "soft"}
-    assert result.settings.changed == {"size": (2.0, BEST), "kind": ("hard", "soft")}
+    assert result.settings.changes == {"size": (2.0, BEST), "kind": ("hard", "soft")}
     assert result.settings.factor == pytest.approx(4.0)
     assert result.started_at == SETTINGS
     assert result.chosen == "search"
@@ -88,7 +88,7 @@ def test_what_is_free_is_there_from_the_first_query_on(quadratic: Make) -> None:
     assert result.settings is not None
     assert result.settings.before["size"] == 2.0
     assert result.settings.after == {"size": 4.0, "kind": "hard"}
-    assert result.settings.changed == {}
+    assert result.settings.changes == {"size": (2.0, 4.0)}
 
 
 def test_luck_is_not_kept(quadratic: Make) -> None:
