@@ -13,9 +13,8 @@ from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import SeedRecord
 from metricopt_ext.experiment.seeds import Interval, chance_in_words, paired_interval, spread
 from metricopt_ext.experiment.style import direction
-from metricopt_ext.methods.guard import Guard, deviates, excess_in_words
+from metricopt_ext.methods.guard import Guard, deviates, excess_in_words, shown
 from metricopt_ext.methods.result import kept, without_verdict, worst_of
-from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.utils.versions import versions
 from metricopt_ext.utils.words import counted
 from metricopt_ext.value.value_function import Quality

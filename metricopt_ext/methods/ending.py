@@ -1,20 +1,15 @@
 """The end of a search: what the guard keeps of it, as a result."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import CLIMBED, Constrained, Decision, decide, kept_share, preferred, surely_gains
+from metricopt_ext.methods.guard import Began, Constrained, TunedSettings, decided, preferred
 from metricopt_ext.methods.result import Result, outcome
-from metricopt_ext.methods.tuned_settings import TunedSettings
-from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult
-from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.split_half import UNITS, correlation_of_halves
@@ -22,70 +17,6 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
 
 CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
-
-
-class Began(NamedTuple):
-    """Where a search began, and what the guard has to know besides the search's end.
-
-    Attributes:
-        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
-        starts: What the search could begin from, by name, the best of lines and tuned settings among them.
-        evaluated: The metric's evaluations of them.
-        name: The one that it began from.
-        against: What its end is held against: the model as it was trained, or what is presumed in its place.
-        points: All starts that were asked for, those on lines too.
-        confidence: How sure the guard must be, at least 0.5 and below 1.
-        lines: The t of those that are the best of a line, by name.
-        limits: The metric's constraints; what violates one is not kept. None without any.
-        stage: The stage over settings of inference; None for a task without any.
-    """
-
-    task: FinetuneTask
-    starts: Mapping[str, Start]
-    evaluated: Mapping[str, Evaluation]
-    name: str
-    against: str
-    points: Sequence[Point]
-    confidence: float
-    lines: Mapping[str, float] = {}
-    limits: Limits | None = None
-    stage: SettingsStage | None = None
-
-    @property
-    def at(self) -> Start:
-        """The start that it began from."""
-        return self.starts[self.name]
-
-    @property
-    def elsewhere(self) -> list[Evaluation]:
-        """The evaluations that the search does not know, as they are of other tensors or settings."""
-        return [each.evaluation for each in self.points if not each.start.of_the_same(self.at)]
-
-    def candidates(self, end: SearchResult) -> dict[str, Evaluation]:
-        """Return the evaluations of what the guard chooses from, by name; a search's end is the last."""
-        names = ("start", self.against, self.name, *self.lines)
-        return {**{name: self.evaluated[name] for name in names}, "search": end.evaluation}
-
-
-def decided(began: Began, end: SearchResult) -> Decision:
-    """Return what the guard decides of where a search stands and, if that is the end, how far to go towards it."""
-    candidates, metric, limits = began.candidates(end), began.task.metric, began.limits
-    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
-
-    def gain_by_f(name: str) -> float:
-        known = began.starts[name].of_the_same(began.at)  # f is of the model with its tensors
-        return end.gain_over(began.starts[name].phi) if known else math.inf
-
-    against, started = began.against, began.name
-    if started not in (against, SETTINGS, *began.lines):  # it was taken by what few points told of chance
-        told = [*candidates.values(), *visited]
-        started = started if surely_gains(candidates[against], candidates[started], told, began.confidence) else against
-    climbed, lines = CLIMBED[metric.combination is not None] * end.climbed, began.lines
-    decision = decide(candidates, visited, began.confidence, gain_by_f, climbed, against, started, lines, limits)
-    new = metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
-    if new and (limits is None or limits.hold(candidates[decision.otherwise])):  # or else there is no way back
-        return replace(decision, share=kept_share(end, began.at.phi))
-    return decision
 
 
 def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | None = None) -> Result:

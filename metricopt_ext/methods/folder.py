@@ -13,8 +13,8 @@ from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import load_adapter
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import FileFormatError
+from metricopt_ext.methods.guard import shown
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.tuned_settings import shown
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint, fingerprint_of_code, sole_writer
 from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.descent import descend
-from metricopt_ext.search.stages import SettingsStage
+from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage
 from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.combine import costs_on_pairs
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_halves, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.settings import Value, Values
 from metricopt_ext.tasks.split_half import TELLING, chance_of_gain, fault_of_halves, reliability_of, repeats_agree
+from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import brief, decimals
 from metricopt_ext.value.gp import GPValueFunction
@@ -200,6 +202,70 @@ def _between(before: Evaluation, after: Evaluation, visited: Sequence[Evaluation
     """
     known = math.isfinite(by_f)
     return replace(judge(before, after, visited, EXPECTED, by_f if known else math.inf), by_f=known)
+
+
+class Began(NamedTuple):
+    """Where a search began, and what the guard has to know besides the search's end.
+
+    Attributes:
+        task: Its metric's units, and whether its classes are new: then a share of the way to the end may be kept.
+        starts: What the search could begin from, by name, the best of lines and tuned settings among them.
+        evaluated: The metric's evaluations of them.
+        name: The one that it began from.
+        against: What its end is held against: the model as it was trained, or what is presumed in its place.
+        points: All starts that were asked for, those on lines too.
+        confidence: How sure the guard must be, at least 0.5 and below 1.
+        lines: The t of those that are the best of a line, by name.
+        limits: The metric's constraints; what violates one is not kept. None without any.
+        stage: The stage over settings of inference; None for a task without any.
+    """
+
+    task: FinetuneTask
+    starts: Mapping[str, Start]
+    evaluated: Mapping[str, Evaluation]
+    name: str
+    against: str
+    points: Sequence[Point]
+    confidence: float
+    lines: Mapping[str, float] = {}
+    limits: Limits | None = None
+    stage: SettingsStage | None = None
+
+    @property
+    def at(self) -> Start:
+        """The start that it began from."""
+        return self.starts[self.name]
+
+    @property
+    def elsewhere(self) -> list[Evaluation]:
+        """The evaluations that the search does not know, as they are of other tensors or settings."""
+        return [each.evaluation for each in self.points if not each.start.of_the_same(self.at)]
+
+    def candidates(self, end: SearchResult) -> dict[str, Evaluation]:
+        """Return the evaluations of what the guard chooses from, by name; a search's end is the last."""
+        names = ("start", self.against, self.name, *self.lines)
+        return {**{name: self.evaluated[name] for name in names}, "search": end.evaluation}
+
+
+def decided(began: Began, end: SearchResult) -> Decision:
+    """Return what the guard decides of where a search stands and, if that is the end, how far to go towards it."""
+    candidates, metric, limits = began.candidates(end), began.task.metric, began.limits
+    visited = [*end.evaluations, *(began.elsewhere if began.lines else ())]
+
+    def gain_by_f(name: str) -> float:
+        known = began.starts[name].of_the_same(began.at)  # f is of the model with its tensors
+        return end.gain_over(began.starts[name].phi) if known else math.inf
+
+    against, started = began.against, began.name
+    if started not in (against, SETTINGS, *began.lines):  # it was taken by what few points told of chance
+        told = [*candidates.values(), *visited]
+        started = started if surely_gains(candidates[against], candidates[started], told, began.confidence) else against
+    climbed, lines = CLIMBED[metric.combination is not None] * end.climbed, began.lines
+    decision = decide(candidates, visited, began.confidence, gain_by_f, climbed, against, started, lines, limits)
+    new = metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
+    if new and (limits is None or limits.hold(candidates[decision.otherwise])):  # or else there is no way back
+        return replace(decision, share=kept_share(end, began.at.phi))
+    return decision
 
 
 def decide_among(
@@ -457,6 +523,75 @@ def besides(also: Mapping[str, tuple[float, float]], constrained: Constrained | 
     bounds = {each.name: f" ({'>=' if each.at_least else '<='} {decimals(number)})" for each, number in limits}
     told = [f"{name} {' -> '.join(map(decimals, pair))}{bounds.get(name, '')}" for name, pair in also.items()]
     return [f"besides: {', '.join(told)}"] if told else []
+
+
+# --- Settings of inference --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TunedSettings:
+    """The settings of inference before and after a run.
+
+    Attributes:
+        before: Those of the model as it was given, by name.
+        after: Those that belong to what was kept.
+        free: Those that were changed before anything was asked, as they can't lower the metric.
+        factor: How many times as long inference takes by ``after`` as by ``before``.
+        tried: What was asked: values of every setting, and the metric there, in its own units.
+        untried: Whether none was tried, though some might have been.
+    """
+
+    before: dict[str, Value]
+    after: dict[str, Value]
+    free: dict[str, Value]
+    factor: float
+    tried: tuple[tuple[dict[str, Value], float], ...]
+    untried: bool = False
+
+    @classmethod
+    def of(cls, stage: SettingsStage, after: dict[str, Value]) -> "TunedSettings":
+        """Make one.
+
+        Args:
+            stage: What was asked.
+            after: Those of what was kept, a value for each setting.
+        """
+        settings = stage.settings
+        tried = tuple((dict(each.start.settings), each.evaluation.value) for each in stage.points)
+        untried = len(tried) == 1 and settings.queries > 0
+        return cls(settings.defaults, after, settings.free, settings.factor(after), tried, untried)
+
+    @property
+    def changes(self) -> dict[str, tuple[Value, Value]]:
+        """What was changed, by name: before and after."""
+        return _changes(self.before, self.after)
+
+    def lines(self) -> list[str]:
+        """Return what ``str`` of a result says."""
+        given, tried, lines = {**self.before, **self.free}, len(self.tried) - 1, []
+        if free := _in_words(_changes(self.before, given)):
+            lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
+        if changed := _in_words(_changes(given, self.after)):
+            longer = f"inference takes {self.factor:.2f} times as long"
+            lines.append(f"settings: {changed} ({tried} tried); {longer}")
+        elif self.untried:
+            lines.append("settings: none was tried; give the search more queries, or allow more by inference=")
+        elif tried:
+            lines.append(f"settings: as they were ({tried} tried)")
+        return lines
+
+
+def _changes(before: Values, after: Values) -> dict[str, tuple[Value, Value]]:
+    return {name: (before[name], value) for name, value in after.items() if before[name] != value}
+
+
+def _in_words(changes: Mapping[str, tuple[Value, Value]]) -> str:
+    return ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changes.items())
+
+
+def shown(value: Value) -> str:
+    """Return a value as it is printed."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # --- New classes -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import Constrained, Decision, Guard, KeptShare, Verdict, besides
-from metricopt_ext.methods.tuned_settings import TunedSettings
+from metricopt_ext.methods.guard import Constrained, Decision, Guard, KeptShare, TunedSettings, Verdict, besides
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation

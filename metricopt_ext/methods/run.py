@@ -13,8 +13,8 @@ from torch import Tensor
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, RankError
 from metricopt_ext.methods.assessment import QUERIES, Assessment, Evaluated, assessed, kind_of
-from metricopt_ext.methods.ending import Began, decided, guarded
-from metricopt_ext.methods.guard import accepted, chosen_start, held_back
+from metricopt_ext.methods.ending import guarded
+from metricopt_ext.methods.guard import Began, accepted, chosen_start, decided, held_back
 from metricopt_ext.methods.result import Result, kept
 from metricopt_ext.methods.starts import divided
 from metricopt_ext.methods.strategy import Plan

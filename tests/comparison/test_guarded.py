@@ -8,7 +8,8 @@ import torch
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.comparison.guarded import TRAINED, Change, record_of
-from metricopt_ext.methods.ending import Began, guarded
+from metricopt_ext.methods.ending import guarded
+from metricopt_ext.methods.guard import Began
 from metricopt_ext.search.stages import Point
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.evaluation import Evaluation

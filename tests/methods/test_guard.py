@@ -22,7 +22,7 @@ from helpers.tensors import rand
 from metricopt_ext import Callback, FinetuneTask, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import BudgetError, MetricError
-from metricopt_ext.methods.ending import Began, guarded
+from metricopt_ext.methods.ending import guarded
 from metricopt_ext.methods.guard import (
     CLIMBED,
     CONFIDENCE,
@@ -32,6 +32,7 @@ from metricopt_ext.methods.guard import (
     REACH,
     SHARE,
     STRENGTH,
+    Began,
     Decision,
     Verdict,
     chosen_start,
