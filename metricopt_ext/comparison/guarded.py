@@ -48,7 +48,6 @@ def record_of(result: Result, *, maximize: bool, change: Callable[[str, str], Ch
         "chance": verdict.chance,
         "optimism": verdict.optimism,
         "reliability": verdict.reliability,
-        "candidates": verdict.candidates,
         "change": step.value,
         "error": step.error,
         "end": between("start", "search").value,

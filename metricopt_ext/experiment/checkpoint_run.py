@@ -185,7 +185,7 @@ class CheckpointRun(ProgramRun):
             callback.stage("data held out")
             with ending() as programs:
                 judged = partial(self._held_out, programs, self.holdout, result)
-                result = confirmed(result, judged, CONFIDENCE)
+                result = confirmed(result, judged, CONFIDENCE, None)
             spent["held out"] = len(result.holdout) * self.holdout.repeats
         callback.outcome(result.before, result.after)
         callback.done()

@@ -16,8 +16,6 @@ from metricopt_ext.tasks.split_half import UNITS, correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
 
-CANDIDATES = 3  # at most: the model as it was, the start that the search began from, and the search's end
-
 
 def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | None = None) -> Result:
     """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
@@ -103,12 +101,10 @@ def check_holdout(task: FinetuneTask, metric: Metric) -> None:
         fault = f"has subject_to, which no data held out are asked for; give it to {seen.name!r}, and leave a margin"
     if fault:
         raise ValueError(f"holdout, {metric.name!r}, {fault}")
-    metric.ledger.require(CANDIDATES * metric.repeats, "holdout")
+    metric.ledger.require(3 * metric.repeats, "holdout")  # model as it was, start of the search and its end, at most
 
 
-def confirmed(
-    result: Result, judged: Callable[[str], float], confidence: float, task: FinetuneTask | None = None
-) -> Result:
+def confirmed(result: Result, judged: Callable[[str], float], confidence: float, task: FinetuneTask | None) -> Result:
     """Return a run's result with what held-out data prefer: what the guard kept, or a candidate that it had before.
 
     The search has fitted phi to the data that its metric sees, both halves of them, so these can't tell what carries
@@ -120,7 +116,7 @@ def confirmed(
         judged: ``judged(name)`` returns a candidate's value on the held-out data; it is asked for the model as it was,
             for the start that a search began from, if that is another, and for what was kept.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
-        task: The run's, if it has settings of inference.
+        task: The run's, for its settings of inference; None without any.
     """
     if result.chosen == "start":
         return result

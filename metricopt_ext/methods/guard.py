@@ -86,7 +86,6 @@ class Verdict:
         optimism: How much of it is expected to be lost on other data, as the candidate was chosen for its cost.
         chance: Standard deviation of the chance part of what is left; None if nothing tells.
         reliability: Share of the variance among the best candidates that is not chance, in [0, 1]; 1 if unknown.
-        candidates: How many there were to choose from.
         needed: What a gain must exceed besides the optimism; None if chance is unknown.
         predicted: The gain as f sees it, all points considered; infinite if there is no f to ask.
         guard: What tells chance.
@@ -97,7 +96,6 @@ class Verdict:
     optimism: float
     chance: float | None
     reliability: float
-    candidates: int
     needed: float | None
     predicted: float = math.inf
     guard: Guard = "halves"
@@ -182,8 +180,7 @@ def decide(
     verdict = judge(was, candidates[kept], visited, confidence)
     if end not in judged:
         return Decision(kept, verdict)
-    climbed = 0.0 if verdict.accepted else climbed
-    verdict = judge(was, candidates[end], visited, confidence, predicted(against), climbed)
+    verdict = judge(was, candidates[end], visited, confidence, predicted(against), 0.0 if verdict.accepted else climbed)
     if verdict.accepted and kept in lines:
         verdict = judge(candidates[kept], candidates[end], visited, EXPECTED, predicted(kept))
     elif verdict.accepted and kept != against:
@@ -344,15 +341,11 @@ def surely_gains(before: Evaluation, after: Evaluation, among: Collection[Evalua
         confidence: How sure to be, at least 0.5 and below 1.
     """
     gain, told = before.cost - after.cost, [each for each in among if each.pairs]
-    if before.pairs and after.pairs:
-        chance = chance_of_gain(before, [after])
-        if min(len(before.pairs), len(after.pairs)) < DIVISIONS:
-            chance = max(chance, _chance_by_size(before, told, gain))
-    elif told:
-        return False
-    else:
-        chance = math.sqrt(2) * noise_of([before, after, *among])
-    return gain > deviates(confidence) * chance
+    divisions = min(len(before.pairs), len(after.pairs))
+    chance = chance_of_gain(before, [after]) if told else math.sqrt(2) * noise_of([before, after, *among])
+    if 0 < divisions < DIVISIONS:
+        chance = max(chance, _chance_by_size(before, told, gain))
+    return (divisions > 0 or not told) and gain > deviates(confidence) * chance
 
 
 def judge(
@@ -393,7 +386,7 @@ def judge(
     halves = stacked_halves(halved) if start.pairs and halved else None
     silent = start.noise is None or end.noise is None or not repeated or repeats_agree([start, end, *repeated])
     if halves is None and silent:
-        return Verdict(gain, optimism, None, 1.0, len(visited), None, predicted, "none")
+        return Verdict(gain, optimism, None, 1.0, None, predicted, "none")
     told, noise = repeated if halves is None else halved, noise_of([start, end, *repeated])
     costs = torch.tensor([each.cost for each in told], dtype=torch.float64)
     best = max(LEAST, math.ceil(SHARE * len(costs)))
@@ -409,7 +402,7 @@ def judge(
         lead = max(0.0, float(costs[:count].mean()) - end.cost)
         optimism = max(optimism, min((1 - reliability(count)) * lead, largest))
     guard: Guard = "repeats" if halves is None else "halves"
-    return Verdict(gain, optimism, chance, reliability(best), len(visited), deviations * chance, predicted, guard)
+    return Verdict(gain, optimism, chance, reliability(best), deviations * chance, predicted, guard)
 
 
 def accepted(stage: SettingsStage, confidence: float) -> bool:
@@ -493,9 +486,8 @@ class Constrained:
         """
         broken = {name: " and ".join(each) for name, each in self.violated.items() if each}
         if chosen in broken:
-            said, excess = " and ".join(map(str, self.limits.constraints)), excess_in_words(self.violated[chosen])
-            said = f"none of {self.evaluated} points that were asked satisfies {said}"
-            return [f"{said}: what is kept violates {excess} on the metric's data"]
+            said = f"none of {self.evaluated} points that were asked satisfies all constraints: what is kept violates"
+            return [f"{said} {excess_in_words(self.violated[chosen])} on the metric's data"]
         trained = broken.pop("start", "")
         lines = [f"{called(name)} violates {said}, so it can't be kept" for name, said in broken.items()]
         if trained:
@@ -741,6 +733,6 @@ def preferred(
         if name != "start":
             seen, held_out = sign * (values["start"] - values[name]), costs["start"] - costs[name]
             gain, chance = (seen + held_out) / 2, abs(seen - held_out) / 2
-            verdicts[name] = Verdict(gain, 0.0, chance, 1.0, 1, quantile * chance, guard="held-out")
+            verdicts[name] = Verdict(gain, 0.0, chance, 1.0, quantile * chance, guard="held-out")
     best = min(verdicts, key=lambda name: (not verdicts[name].accepted, costs[name]))
     return best if verdicts[best].accepted else "start", verdicts[best]

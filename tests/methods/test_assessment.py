@@ -196,7 +196,7 @@ def test_a_gain_that_the_luckiest_of_the_points_has_too_asks_for_nothing() -> No
 
 @pytest.mark.parametrize(("gain", "optimism", "needed"), [(0.1, 0.05, 0.2), (0.1, 0.0, 0.2), (0.01, 0.02, 0.02)])
 def test_chance_shrinks_with_the_root_of_the_data(gain: float, optimism: float, needed: float) -> None:
-    m = times_the_data(Verdict(gain, optimism, needed / Z, 0.5, 12, needed))
+    m = times_the_data(Verdict(gain, optimism, needed / Z, 0.5, needed))
     assert gain - optimism / m == pytest.approx(needed / math.sqrt(m))
 
 
