@@ -42,7 +42,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         decision = replace(decision, kept="part" if better else decision.otherwise)
     costs = torch.tensor([math.inf, *(each.cost for each in end.evaluations)], dtype=torch.float64)
     lower = end.points[costs[1:] < costs.cummin(0).values[:-1]]  # than all before
-    after = task.values_of(starts.get(decision.kept, began.at).settings)
+    kept = starts.get(decision.kept, began.at)
     evaluations = len(others) + end.queries + (part is not None)
     queries = {"starts": len(began.points)} | ({} if stage is None else {"settings": len(tried)})
     queries["search"] = evaluations - sum(queries.values())
@@ -66,7 +66,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         widened=end.widened,
         kept_share=share,
         constrained=constrained,
-        settings=None if stage is None else TunedSettings.of(stage, after),
+        settings=None if stage is None else TunedSettings.of(stage, task.values_of(kept.settings)),
     )
 
 

@@ -36,6 +36,9 @@ from metricopt_ext.utils.threads import num_threads
 from metricopt_ext.utils.words import brief, decimals
 from metricopt_ext.value.gp import GPValueFunction
 
+# Evaluations by the names of what was evaluated.
+Named = Mapping[str, Evaluation]
+
 # What tells a gain from chance.
 Guard = Literal["halves", "repeats", "held-out", "none"]
 
@@ -129,7 +132,7 @@ class Decision:
 
 
 def decide(
-    candidates: Mapping[str, Evaluation],
+    candidates: Named,
     visited: Sequence[Evaluation],
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda name: math.inf,
@@ -219,7 +222,7 @@ class Began(NamedTuple):
 
     task: FinetuneTask
     starts: Mapping[str, Start]
-    evaluated: Mapping[str, Evaluation]
+    evaluated: Named
     name: str
     against: str
     points: Sequence[Point]
@@ -266,7 +269,7 @@ def decided(began: Began, end: SearchResult) -> Decision:
 
 
 def decide_among(
-    ends: Mapping[str, Evaluation], visited: Sequence[Evaluation], confidence: float, overstated: Mapping[str, float]
+    ends: Named, visited: Sequence[Evaluation], confidence: float, overstated: Mapping[str, float]
 ) -> Decision:
     """Keep the model as it was, or the best of the ends of several ways to finetune it.
 
@@ -302,9 +305,7 @@ def _telling(told: Sequence[Evaluation]) -> list[Evaluation]:
     return [each._replace(pairs=()) for each in told] if fault else list(told)
 
 
-def chosen_start(
-    starts: Mapping[str, Start], evaluated: Mapping[str, Evaluation], limits: Limits | None, confidence: float
-) -> str:
+def chosen_start(starts: Mapping[str, Start], evaluated: Named, limits: Limits | None, confidence: float) -> str:
     """Return the name of the start that a search begins from: none is taken from another by its value alone.
 
     One after another, a start is taken if it surely gains on the one before (`surely_gains`); one that is presumed, if
@@ -429,11 +430,10 @@ def _chance_by_size(start: Evaluation, points: Sequence[Evaluation], gain: float
 
 def reliability_under(noise: float, costs: Tensor) -> float:
     """Return the share of the variance of costs, ``n``, that is not noise of a standard deviation."""
+    variance = float(costs.var()) if len(costs) >= TELLING else 0.0
     if noise == 0:
         return 1.0
-    if len(costs) < TELLING or (variance := float(costs.var())) == 0:
-        return 0.0
-    return max(0.0, 1 - noise**2 / variance)
+    return max(0.0, 1 - noise**2 / variance) if variance else 0.0
 
 
 # --- Constraints -----------------------------------------------------------------------------------------------------
@@ -457,9 +457,7 @@ class Constrained:
     evaluated: int
 
     @classmethod
-    def of(
-        cls, limits: Limits | None, candidates: Mapping[str, Evaluation], evaluated: Sequence[Evaluation]
-    ) -> "Constrained | None":
+    def of(cls, limits: Limits | None, candidates: Named, evaluated: Sequence[Evaluation]) -> "Constrained | None":
         """Return how a run stands, None without constraints.
 
         Args:
@@ -564,8 +562,7 @@ class TunedSettings:
         if free := _in_words(_changes(self.before, given)):
             lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
         if changed := _in_words(_changes(given, self.after)):
-            longer = f"inference takes {self.factor:.2f} times as long"
-            lines.append(f"settings: {changed} ({tried} tried); {longer}")
+            lines.append(f"settings: {changed} ({tried} tried); inference takes {self.factor:.2f} times as long")
         elif self.untried:
             lines.append("settings: none was tried; give the search more queries, or allow more by inference=")
         elif tried:
