@@ -7,6 +7,9 @@ of two halves of data count for none (`fault_of_halves`).
 Where a model will be judged on other classes than the metric's (`Metric.new_classes`), chance is not all: a search also
 climbs what is its classes' own. Of an end that is kept, a share of the way is kept then, or nothing (`kept_share`).
 With few classes, 30 say, that mends it only in part.
+
+How a run stands to its constraints, and what became of its settings, is said here too, as the guard respects the ones
+and judges the others.
 """
 
 import math
