@@ -287,20 +287,18 @@ class Search(AbstractContextManager["Search"]):
     def result(self) -> Result:
         """Return what the guard makes of all that was told; what it keeps is applied to the model and written.
 
-        It can be asked for at any time once `least_queries` were told; the search goes on as if it had not been. After
-        `close`, too, if no other process has gone on in the folder.
+        It can be asked for at any time once `least_queries` were told, but of a search with a folder not after `close`;
+        the search goes on as if it had not been.
 
         Raises:
             BudgetError: Too few trials were told; the message says how many are missing.
-            FileFormatError: The folder was replaced, or left by `close` and changed by another process; the model is as
-                it was.
+            FileFormatError: The folder was left by `close`, or replaced; the model is as it was.
             OSError: It was removed.
         """
+        self.folder.check_held()  # before the model is another
         result = self._run.outcome()
-        with self.folder.held():
-            self._asking.log.check_unchanged()  # before the model is another
-            self.task.adapter.apply(result.start_of(result.chosen))
-            self.folder.keep(self.task, result)
+        self.task.adapter.apply(result.start_of(result.chosen))
+        self.folder.keep(self.task, result)
         return result
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,22 @@ class RunFolder:
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
         self.path: Path | None = None if path is None else Path(path).absolute()  # a metric may change the directory
         self.identity: dict[str, Any] = identity
-        self._check_held: Callable[[], None] = lambda: None
-        self._left = False  # whether it was taken, and left to other processes
-        self._unpaid: tuple[Ledger, Ledger] | None = None  # the metric's own, and the run's
+        self.check_held: Callable[[], None] = lambda: None  # refuses to write once the folder was left
+        self._charge: Callable[[], None] = lambda: None
 
     @cached_property
     def trajectories(self) -> TrajectoryStore:
         """What was collected, empty in a new run."""
         folder = None if self.path is None else self.path / TRAJECTORIES
         store = TrajectoryStore(folder, self.identity)
-        store.check = self._check_held
+        store.check = self.check_held
         return store
 
     @contextmanager
     def writing(self, resume: bool) -> Iterator[None]:
         """Take the folder for this run, and keep other processes from writing to it meanwhile.
+
+        Without an identity it is only seen that the folder could be taken, long before a run.
 
         Args:
             resume: Continue what an interrupted run left there.
@@ -68,45 +69,31 @@ class RunFolder:
         Raises:
             FileFormatError: Another process writes to the folder; or the folder holds a run and ``resume`` is False, or
                 it holds another run; the message names the first difference.
-        """
-        with ExitStack() as held:
-            if (path := self.path) is not None:
-                distributed.only_first(lambda: self._take(path, held, resume))
-            yield
-
-    def check(self, resume: bool) -> None:
-        """Check, long before a run, that the folder can be written to and holds no other run.
-
-        Raises:
-            FileFormatError: Another process writes to the folder, or it holds a run and ``resume`` is False.
             OSError: It can't be written to.
         """
-        if (path := self.path) is not None:
-            with sole_writer(path):
-                _refuse_another(path, resume)
-
-    def _take(self, path: Path, held: ExitStack, resume: bool) -> None:
-        # First: of two runs that begin at once, one alone may claim.
-        self._check_held = held.enter_context(sole_writer(path))
-        held.callback(setattr, self, "_left", True)
-        _refuse_another(path, resume)
-        claim(path / IDENTITY, self.identity)  # it guards the evaluations too
-        remove_unfinished(path)
-        remove_unfinished(path / TRAJECTORIES)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other processes from writing to the folder inside the ``with`` block, even if it was left before.
-
-        Raises:
-            FileFormatError: Another process writes to it now, or it was removed.
-        """
-        with ExitStack() as again:
-            if self.path is not None and self._left:
-                if not self.path.is_dir():
-                    raise FileFormatError(f"{self.path} was removed since it was left; search again in a new folder")
-                self._check_held = again.enter_context(sole_writer(self.path))
+        with ExitStack() as held:
+            distributed.only_first(lambda: self._take(held, resume))
             yield
+
+    def _take(self, held: ExitStack, resume: bool) -> None:
+        if (path := self.path) is None:
+            return
+        # First: of two runs that begin at once, one alone may claim.
+        self.check_held = held.enter_context(sole_writer(path))
+        if any((path / name).exists() for name in (IDENTITY, EVALUATIONS, TRAJECTORIES)):
+            if not resume:
+                raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
+            try:
+                read_json(path / IDENTITY)
+            except (OSError, FileFormatError) as error:
+                raise FileFormatError(
+                    f"{path} holds a run, but its {IDENTITY} is missing or damaged, so nobody can tell which; use"
+                    " another output folder"
+                ) from error
+        if self.identity:
+            claim(path / IDENTITY, self.identity)  # it guards the evaluations too
+            remove_unfinished(path)
+            remove_unfinished(path / TRAJECTORIES)
 
     @contextmanager
     def own_ledger(self, metric: Metric, queries: int) -> Iterator[None]:
@@ -120,27 +107,22 @@ class RunFolder:
             queries: The run's budget.
         """
         own, metric.ledger = metric.ledger, Ledger(queries)
-        self._unpaid = own, metric.ledger
+        charge = partial(own.charge, metric.ledger.spent_on)
         try:
             yield
         finally:
             metric.ledger = own
             if self.path is None:
-                self._charge()
+                charge()
+            else:
+                self._charge = charge
 
     def log(self, metric: Metric, name: str = EVALUATIONS) -> Log:
         """Return a log of the run; of ranks that share it, the first one's is in the folder, the others' in memory."""
         path = None if self.path is None else self.path / name
-        log = distributed.only_first(lambda: Log(path, metric, self._check_held)) or Log(None, metric)
+        log = distributed.only_first(lambda: Log(path, metric, self.check_held)) or Log(None, metric)
         log.entries, log.sittings = distributed.on_first(lambda: (log.entries, log.sittings))
         return log
-
-    def _charge(self) -> None:
-        if self._unpaid is not None:
-            own, run = self._unpaid
-            self._unpaid = None
-            for purpose, spent in run.spent_on.items():
-                own.spend(purpose, spent)
 
     def keep(self, task: FinetuneTask, result: Result) -> None:
         """Write what was learned, settings of inference, a card, and the adapter with what is applied to it.
@@ -157,7 +139,7 @@ class RunFolder:
     def _write(self, task: FinetuneTask, result: Result) -> None:
         if self.path is None:
             return
-        self._check_held()
+        self.check_held()
         f = None if result.fit is None else result.fit.f
         for name, learned in (("value_function", f), ("update_rule", result.rule)):
             if learned is not None:
@@ -166,21 +148,6 @@ class RunFolder:
             save_inference(self.path / INFERENCE, task.settings, result.settings.after)
         write_atomically(self.path / CARD, result.card(task.adapter).encode())
         task.adapter.save(self.path / ADAPTER)
-
-
-def _refuse_another(path: Path, resume: bool) -> None:
-    """Refuse a folder that holds a run which is not to be resumed, or work of which nobody knows what it belongs to."""
-    if not any((path / name).exists() for name in (IDENTITY, EVALUATIONS, TRAJECTORIES)):
-        return
-    if not resume:
-        raise FileFormatError(f"{path} holds an earlier run; resume it, or use another output folder")
-    try:
-        read_json(path / IDENTITY)
-    except (OSError, FileFormatError) as error:
-        raise FileFormatError(
-            f"{path} holds a run, but its {IDENTITY} is missing or damaged, so nobody can tell which; use another"
-            " output folder"
-        ) from error
 
 
 def identity_of(

@@ -199,8 +199,7 @@ def _learned(plan: Plan) -> Result:
     """Have the first of the ranks run a learner, whose queries all of them book."""
     result: Result = distributed.on_first(lambda: plan.strategy.run(plan))
     if distributed.rank() > 0:
-        for purpose, spent in result.queries.items():
-            plan.task.metric.ledger.spend(purpose, spent)
+        plan.task.metric.ledger.charge(result.queries)
     return result
 
 

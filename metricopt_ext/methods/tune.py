@@ -142,7 +142,8 @@ def check_tuning(model: nn.Module, *, metric: Metric, queries: int, attach: Atta
         Plan(FinetuneTask(adapter, metric=metric), queries=queries, **planned)
     finally:
         adapter.remove()
-    RunFolder(options.get("output_dir"), {}).check(options.get("resume", False))
+    with RunFolder(options.get("output_dir"), {}).writing(options.get("resume", False)):
+        pass
 
 
 def _moved(device: torch.device, part: Any) -> Any:

@@ -1,6 +1,7 @@
 """A ledger that counts a metric's queries by purpose, and refuses those beyond a budget."""
 
 import math
+from collections.abc import Mapping
 
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.utils.checks import check_integer
@@ -56,3 +57,8 @@ class Ledger:
         """
         self.require(queries, purpose)
         self.spent_on[purpose] = self.spent_on.get(purpose, 0) + queries
+
+    def charge(self, spent_on: Mapping[str, int]) -> None:
+        """Count queries by purpose, as another ledger has them; see `spend`."""
+        for purpose, queries in spent_on.items():
+            self.spend(purpose, queries)

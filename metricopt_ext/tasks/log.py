@@ -232,16 +232,6 @@ class Log:
         except OSError as error:  # which names no file where there is no room
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
-    def check_unchanged(self) -> None:
-        """Refuse a file that has more lines than are known here, or fewer.
-
-        Raises:
-            FileFormatError: Another process has changed it.
-        """
-        content = b"" if self.path is None else self.path.read_bytes()
-        if len(content) < self._size or b"\n" in content[self._size :]:
-            raise FileFormatError(f"{self.path} was changed by another process; go on by a new search with resume=True")
-
     def _read(self, path: Path) -> None:
         """Read all but a torn last line."""
         content = path.read_bytes()

@@ -86,7 +86,8 @@ def test_a_search_that_was_closed_writes_no_more(quadratic: Make, tmp_path: Path
     first.close()
     with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as second:
         second.tell(second.open()[0].id, 2.0)
-        assert_refused(lambda: first.tell(trials[1].id, 3.0), FileFormatError, "resume=True")
+        for call in (lambda: first.tell(trials[1].id, 3.0), first.result):
+            assert_refused(call, FileFormatError, "resume=True")
     with Search(quadratic(), 40, output_dir=tmp_path, resume=True) as third:
         assert third.spent == 2
         assert [trial.id for trial in third.open()] == [trials[1].id]

@@ -385,17 +385,6 @@ def test_a_torn_last_line_is_dropped_and_written_anew(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_a_log_that_another_process_went_on_with_is_noticed(tmp_path: Path) -> None:
-    mine = Log(tmp_path / "log.jsonl", UNBOUNDED)
-    mine.append([entry(0).told(Evaluation(0.5), 1), entry(1)])
-    theirs = Log(tmp_path / "log.jsonl", UNBOUNDED)
-    with theirs.path.open("ab") as file:
-        file.write(b'{"id": 1, "phi"')
-    mine.check_unchanged()  # a torn line is no answer
-    theirs.append([entry(1).told(Evaluation(0.5), 1)])
-    assert_refused(mine.check_unchanged, FileFormatError, "log.jsonl", "resume=True")
-
-
 def lined(*contents: Any) -> str:
     first = {"format": "metricopt_ext/log/2"}
     return "".join(f"{json.dumps(each)}\n" for each in (first, *contents))
