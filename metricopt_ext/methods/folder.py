@@ -170,10 +170,7 @@ def identity_of(
     if combination is not None:
         how = fingerprint_of_code(combination.combine) if callable(combination.combine) else combination.combine
         made_of = [how, combination.combined, sorted(combination.directions.items())]
-    bounded = {
-        name: [text, *([fingerprint_of_code(metric.also[name])] if name in metric.also else [])]
-        for name, text in metric.subject_to.items()
-    }
+    codes = {name: fingerprint_of_code(each) for name, each in metric.also.items() if name in metric.subject_to}
     with task.keeping_weights():
         first_loss = task.first_loss(seed)
     content = {
@@ -190,7 +187,7 @@ def identity_of(
         FIRST_LOSS: first_loss,
         "population": task.at_once,
         "made of outcomes": made_of,
-        "subject to": bounded or None,
+        "subject to": {name: [text, codes.get(name)] for name, text in metric.subject_to.items()} or None,
         "gradients": None if task.gradients is None else fingerprint({"gradients": task.gradients}),
         "settings of inference": None if task.settings is None else task.settings.identity(),
     }
@@ -258,12 +255,11 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
 
 def _finished(folder: Path) -> Path:
     """Return the folder of the one run that a folder holds, which must have finished."""
-    seeds = sorted((each for each in folder.glob(SEEDS) if each.is_dir()), key=lambda each: (len(each.name), each.name))
-    own = (folder / IDENTITY).exists()
-    places = [folder, *seeds, *([] if own else [folder / "search"])]  # the last as Detectron2's tools name it
+    seeds = list(folder.glob(f"{SEEDS}/"))
+    places = [folder, *seeds, folder / "search"]  # the last as Detectron2's tools name it
     finished = [each for each in places if (each / ADAPTER).exists()]
     if len(seeds) > 1 and folder not in finished:
-        names = ", ".join(f"{each.name}{'' if each in finished else ' (unfinished)'}" for each in seeds)
+        names = ", ".join(sorted(each.name for each in seeds))
         raise FileFormatError(f"{folder} holds several seeds, each with a model of its own; name one of {names}")
     if not finished:
         raise FileFormatError(
