@@ -49,6 +49,7 @@ from metricopt_ext.experiment.program_switches import (
     print_settings,
     read_scores,
     show_end,
+    told_of_guard,
     told_of_settings,
     unguarded,
 )
@@ -332,7 +333,11 @@ def report(
     content = {
         "task": "checkpoint",
         "metric": {"name": result.metric, "maximize": one.maximize},
-        **{key: each for key, each in result.to_json().items() if key not in ("metric", "queries")},
+        "before": result.before,
+        "after": result.after,
+        "best": result.best,
+        "kept": result.chosen,
+        **told_of_guard(result, result.chosen),
         "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,

@@ -86,7 +86,7 @@ class SettingsOutcome:
         return {name: (value, after[name]) for name, value in (self.before.also or {}).items()}
 
     @property
-    def outcomes(self) -> dict[str, tuple[float, float | None]]:
+    def made_of(self) -> dict[str, tuple[float, float | None]]:
         """What the score is made of, by name: with the defaults, and with what was kept; empty if of nothing."""
         before, after = self.before.outcomes or {}, self.after.outcomes or {}
         return {name: (each.value, after[name].value) for name, each in before.items()}
@@ -99,7 +99,7 @@ class SettingsOutcome:
 
     def lines(self, settings: ProgramSettings) -> list[str]:
         """Return what there is to say besides the scores: of time, of data held out, and of what was not kept."""
-        lines = [worst_of(self.outcomes, self.maximize)] if self.outcomes else []
+        lines = [worst_of(self.made_of, self.maximize)] if self.made_of else []
         lines += besides(self.also, self.constrained)
         if self.constrained is not None:
             lines += self.constrained.lines(AFTER if self.changed else BEFORE, kept)

@@ -110,7 +110,7 @@ class Search(AbstractContextManager["Search"]):
 
     Args:
         task: Model, loss and batches. Its metric's direction, bounds, name and repeats are used, but its function is
-            not called. Or only an `Adapter`: without a loss all directions of phi count alike (`Result` says so).
+            not called. Or only an `Adapter`: without a loss all directions of phi count alike.
         queries: Metric queries that may be spent, the metric's repeats among them.
         strategy: A guided or a direct search; the default is `GuidedTrustRegion`.
         starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` three to six.

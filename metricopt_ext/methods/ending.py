@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.methods.guard import Began, Constrained, TunedSettings, decided, preferred
-from metricopt_ext.methods.result import Result, outcome
+from metricopt_ext.methods.result import Result
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
@@ -46,9 +46,11 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
     evaluations = len(others) + end.queries + (part is not None)
     queries = {"starts": len(began.points)} | ({} if stage is None else {"settings": len(tried)})
     queries["search"] = evaluations - sum(queries.values())
-    return Result(
-        **outcome(task.metric, {"start": candidates["start"]} | allowed, decision, ends)
-        | {"best": min(allowed.values(), key=lambda each: each.cost).value},
+    return Result.of(
+        task.metric,
+        {"start": candidates["start"]} | allowed,
+        decision,
+        ends=ends,
         queries={name: number * task.metric.repeats for name, number in queries.items()},
         queries_per_start=evaluations * task.metric.repeats,
         starts={name: each.value for name, each in evaluated.items()},
@@ -61,8 +63,6 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         costs=tuple(task.metric.normalised(each.cost) for each in end.evaluations),
         path=torch.stack([began.at.phi, *lower, end.phi, *([ends["part"]] if decision.kept == "part" else [])]),
         candidates=starts,
-        learns=end.learns,
-        plain=task.probing().loss is None and task.gradients is None,
         widened=end.widened,
         kept_share=share,
         constrained=constrained,
@@ -121,12 +121,10 @@ def confirmed(result: Result, judged: Callable[[str], float], confidence: float,
     if result.chosen == "start":
         return result
     names, constrained = dict.fromkeys(("start", result.started_at, result.chosen)), result.constrained
-    values = {name: result.values[name] for name in names if constrained is None or constrained.allows(name)}
-    aside = {name: judged(name) for name in values}
-    chosen, verdict = preferred(values, aside, result.maximize, result.guard, confidence)
-    result = replace(result, chosen=chosen, after=values[chosen], holdout=aside)
-    if verdict is not None:
-        result = replace(result, chance=verdict.chance, needed=verdict.needed, guard=verdict.guard)
+    values = {name: result.evaluations[name].value for name in names if constrained is None or constrained.allows(name)}
+    aside, maximize = {name: judged(name) for name in values}, result.evaluations["start"].sign < 0
+    chosen, verdict = preferred(values, aside, maximize, result.guard, confidence)
+    result = replace(result, chosen=chosen, verdict=verdict or result.verdict, holdout=aside)
     if result.settings is None or task is None or task.settings is None:
         return result
     after = task.values_of(result.start_of(chosen).settings)

@@ -253,12 +253,11 @@ def looked_at(result: Result, task: FinetuneTask, before: dict[str, float]) -> R
         task: Has the adapter and the metric; its ledger is not charged.
         before: What they have of the model as it was trained.
     """
-    after, elsewhere = before, result.elsewhere
+    after = before
     if before and result.chosen != "start":
         try:
             after = task.look(result.start_of(result.chosen))
         except MetricError as error:
             warnings.warn(f"{error}; so it is not known of the model as it is now", stacklevel=2)
             after = {}
-    more = {name: {**elsewhere.get(name, {}), **each} for name, each in {"start": before, result.chosen: after}.items()}
-    return replace(result, elsewhere={**elsewhere, **{name: each for name, each in more.items() if each}})
+    return replace(result, looked={"start": before, result.chosen: after})

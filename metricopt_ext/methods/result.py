@@ -1,6 +1,5 @@
 """What a run did, in the metric's own units and in words."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.metric import Metric
 from metricopt_ext.tasks.trajectories import Trajectory
-from metricopt_ext.utils.words import brief, counted, decimals
+from metricopt_ext.utils.words import brief, decimals
 from metricopt_ext.value.fitting import Fit
 from metricopt_ext.value.gp import GPValueFunction
 
@@ -51,41 +50,31 @@ class Result:
     Attributes:
         metric: The metric's name.
         maximize: Whether higher is better.
-        before: Metric of the model as it was given, on the data that the metric sees.
-        after: Metric of the model as it is now.
-        best: Metric of the best candidate; it differs from ``after`` if its gain may be due to chance.
+        evaluations: What the metric told of each candidate that the guard chose from, by name, and of the model as it
+            was given, ``"start"``: its value, and other quantities (``also``), each in its own units.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
-        chance: Standard deviation of the chance part of a gain; None for an unguarded run, as nothing measures it.
+        verdict: What the guard, or data held out where these alone tell chance, think of the best end.
         queries: Queries spent, by purpose.
         queries_per_start: Queries that another start would cost.
         ends: End point phi, ``d``, of each candidate.
-        values: Metric of each candidate that the guard chose from.
         starts: Metric of each candidate that the run could begin from, ``"start"`` (phi = 0) among them.
         strengths: The t of each line's best start (`StartLine`), by name.
         started_at: The candidate that the search began from (`guard.chosen_start`).
         against: The candidate that its end was held against: the model as it was trained, or what is presumed.
         candidates: What the run could begin from.
-        verdict: What the guard thinks of the best end.
         fit: f with its held-out quality, and its predictions beside the values found; None without an f.
         split_half: Correlation of the metric's halves over the points asked; NaN if it does not report halves.
         points: The phi at which the metric was asked before the guard decided, ``n x d``.
         costs: The metric there as a cost, ``n``: 0 to 1 within its bounds, the best first; without any, in its units.
         path: The run's position over time, ``m x d``, from its beginning to its end.
-        needed: What a gain must exceed, besides the optimism, for the guard to believe it; None for an unguarded run.
-        guard: What told a gain from chance: ``"halves"`` of the metric's data, ``"repeats"`` of each evaluation,
-            ``"held-out"`` data, or ``"none"``: the run is unguarded, and any gain was kept.
         kept_share: How much of the step to the search's end was kept, and why, if the model will be judged on classes
             other than the metric's (`Metric.new_classes`), in the metric's units; else None.
         holdout: Metric on held-out data, by candidate, the guard's own choice last; empty without such data.
-        elsewhere: Other quantities than the metric (`Metric`: ``also``, ``subject_to``, a dict), by candidate and name,
-            each in its own units, as far as they are known.
-        outcomes: The outcomes that the metric is made of, by candidate that was asked and by name, in their own units
-            and the order in which they are combined; empty if it is told as a number.
-        higher: Whether higher is better of all outcomes alike; None if nothing tells.
+        looked: What the metric's ``also`` has, by name, of ``"start"`` and of what was kept.
+        parts: Names of the outcomes that the metric is made of, in order; empty if it is told as a number.
+        higher: Whether higher is better of all these alike; None if nothing tells.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
-        learns: Whether a search learns an f.
-        plain: Whether there was no loss, so that a search took all directions of phi alike.
         widened: How many times wider than probed a search's design had to be for the metric to react.
         loss_finetune: Of a learner that follows f step by step, the metric after as many steps on the loss alone; None
             of a search.
@@ -96,42 +85,53 @@ class Result:
 
     metric: str
     maximize: bool
-    before: float
-    after: float
-    best: float
+    evaluations: Mapping[str, Evaluation]
     chosen: str
-    chance: float | None
+    verdict: Verdict
     queries: dict[str, int]
     queries_per_start: int
     ends: dict[str, Tensor]
-    values: dict[str, float]
     starts: dict[str, float]
     started_at: str
     candidates: Mapping[str, Start]
-    verdict: Verdict
     fit: Fit | None
     split_half: float
     points: Tensor
     costs: tuple[float, ...]
     path: Tensor
-    guard: Guard
-    needed: float | None = None
+    parts: tuple[str, ...] = ()
+    higher: bool | None = None
     against: str = "start"
     strengths: dict[str, float] = field(default_factory=dict)
     kept_share: KeptShare | None = None
     holdout: dict[str, float] = field(default_factory=dict)
-    elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
-    outcomes: dict[str, dict[str, float]] = field(default_factory=dict)
-    higher: bool | None = None
+    looked: dict[str, dict[str, float]] = field(default_factory=dict)
     constrained: Constrained | None = None
     settings: TunedSettings | None = None
-    learns: bool = True
-    plain: bool = False
     widened: float = 1.0
     loss_finetune: float | None = None
     setting: tuple[float, float] | None = None
     trajectories: tuple[Trajectory, ...] = ()
     rule: UpdateRule | None = None
+
+    @classmethod
+    def of(cls, metric: Metric, evaluations: Mapping[str, Evaluation], decision: Decision, **found: Any) -> "Result":
+        """Make one of what the guard decided.
+
+        Args:
+            metric: The run's.
+            evaluations: Of ``"start"`` and the others that the guard chose from, by name.
+            decision: What it kept.
+            found: The other attributes.
+        """
+        if (made_by := metric.combination) is not None:
+            found["parts"] = parts = made_by.names(evaluations["start"].outcomes)
+            directions = {
+                made_by.directions.get(part) if callable(made_by.combine) else metric.maximize for part in parts
+            }
+            found["higher"] = directions.pop() if len(directions) == 1 else None
+        found |= {"metric": metric.name, "maximize": metric.maximize, "chosen": decision.kept}
+        return cls(evaluations=evaluations, verdict=decision.verdict, **found)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -155,18 +155,10 @@ class Result:
             )
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
-            lines.append(f"the search began from {kept(self.started_at)}, {self._why_there()} ({shown})")
+            lines.append(f"the search began from {kept(self.started_at)} ({shown})")
         if self.against != "start":
             lines.append(without_verdict(self.against))
         return lines + self.on_search()
-
-    def _why_there(self) -> str:
-        broken = () if self.constrained is None else self.constrained.violated["start"]
-        if broken and self.started_at != "start":
-            return f"as the model as it was violates {' and '.join(broken)}"
-        best = self.starts[self.started_at] == (max if self.maximize else min)(self.starts.values())
-        by_value = best and self.verdict.guard == "none"  # data held out, which `guard` may name, come after all
-        return "the best by its value alone" if by_value else "as no other surely gains on it"
 
     def findings(self) -> list[str]:
         """Say what became of all else than the metric, and why the best candidate was not kept."""
@@ -183,41 +175,17 @@ class Result:
 
     def on_search(self) -> list[str]:
         """Say how far phi was moved, and how good f is."""
-        lines = ["without a loss, the search treated all directions of phi alike"] if self.plain and self.learns else []
-        if self.widened > 1:
-            lines.append(f"the metric did not react at first, so phi was moved {self.widened:.0f} times as far")
-        if self.widened < 1:
-            lines.append(f"the metric reacted strongly, so phi was moved {1 / self.widened:.0f} times less far")
+        lines = []
+        if self.widened != 1:
+            lines.append(f"phi was moved {self.widened:.2g} times as far as planned, by how the metric reacted")
         if self.fit is not None:
-            known = self.loss_finetune is not None and not math.isnan(self.split_half)
-            halves = f"; the metric's halves correlate at {self.split_half:.2f}" if known else ""
             quality = self.fit.f.quality or "of unknown quality, as it predicted none of the points"
-            lines.append(f"value function ({self.fit.f.kind}): {quality}{halves}")
-        elif self.learns:
-            lines.append("the metric never varied, so there is no value function: modulate more layers, or train first")
+            lines.append(f"value function ({self.fit.f.kind}): {quality}")
+        elif len({*self.costs}) == 1:
+            lines.append("the metric never varied, so nothing was learned: modulate more layers, or train first")
         if self.promised is not None:
             lines.append(f"the outcomes' own losses promised {self.promised:.0%} of how they varied")
         return lines
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the outcome as plain data: the numbers that `lines` tell of."""
-        return {
-            "metric": self.metric,
-            "before": self.before,
-            "after": self.after,
-            "best": self.best,
-            **parts_to_json(self.made_of, self.also),
-            **({} if self.constrained is None else self.constrained.to_json(self.chosen)),
-            "kept": self.chosen,
-            "guard": {
-                "by": self.guard,
-                "chance": self.chance,
-                "optimism": self.optimism,
-                "needed": self.needed,
-                "held out": self.holdout,
-            },
-            "queries": self.queries,
-        }
 
     def card(self, adapter: Adapter) -> str:
         """Return a card in Markdown, as model hubs show it: what was tuned, what came of it, and how it is loaded.
@@ -227,18 +195,53 @@ class Result:
         Args:
             adapter: What is kept, applied to the model.
         """
-        name = in_markdown(type(adapter.model).__name__)
-        return "\n".join(
-            [
-                *("---", "library_name: metricopt-ext", "tags: [metricopt-ext, black-box-optimization]", "---", ""),
-                *(f"# {name}, tuned for {in_markdown(self.metric)}", ""),
-                *(f"An adapter of {adapter.dim} numbers, phi, for a frozen model, which is not included.", ""),
-                *(f"- {in_markdown(line)}" for line in self.lines()),
-                "",
-                '`mo.load_run(model, "FOLDER")` applies it to the model as it was trained, and `.merge()` folds it in.',
-                "",
-            ]
+        name, lines = (
+            in_markdown(type(adapter.model).__name__),
+            "\n".join(f"- {in_markdown(line)}" for line in self.lines()),
         )
+        return (
+            "---\nlibrary_name: metricopt-ext\ntags: [metricopt-ext, black-box-optimization]\n---\n\n"
+            f"# {name}, tuned for {in_markdown(self.metric)}\n\n"
+            f"An adapter of {adapter.dim} numbers, phi, for a frozen model, which is not included.\n\n{lines}\n\n"
+            '`mo.load_run(model, "FOLDER")` applies it to the model as it was trained, and `.merge()` folds it in.\n'
+        )
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Metric of each candidate that the guard chose from, and of the model as it was."""
+        return {name: each.value for name, each in self.evaluations.items()}
+
+    @property
+    def before(self) -> float:
+        """Metric of the model as it was given, on the data that the metric sees."""
+        return self.evaluations["start"].value
+
+    @property
+    def after(self) -> float:
+        """Metric of the model as it is now."""
+        return self.evaluations[self.chosen].value
+
+    @property
+    def best(self) -> float:
+        """Metric of the best candidate that may be kept; not ``after`` if its gain may be due to chance."""
+        limits, known = self.constrained, self.evaluations.items()
+        allowed = (each for name, each in known if limits is None or limits.allows(name))
+        return min(allowed, key=lambda each: each.cost).value
+
+    @property
+    def chance(self) -> float | None:
+        """Standard deviation of the chance part of a gain; None for an unguarded run, as nothing measures it."""
+        return self.verdict.chance
+
+    @property
+    def needed(self) -> float | None:
+        """What a gain must exceed, besides the optimism, to be believed; None for an unguarded run."""
+        return self.verdict.needed
+
+    @property
+    def guard(self) -> Guard:
+        """What told a gain from chance: halves of the metric's data, repeats, held-out data, or none."""
+        return self.verdict.guard
 
     @property
     def optimism(self) -> float:
@@ -262,14 +265,18 @@ class Result:
     @property
     def made_of(self) -> dict[str, tuple[float, float | None]]:
         """The metric's outcomes, by name: of the model as it was, and as it is now, None if that was not asked."""
-        after = self.outcomes.get(self.chosen, {})
-        return {name: (value, after.get(name)) for name, value in self.outcomes.get("start", {}).items()}
+        before, after = (self.evaluations[name].also for name in ("start", self.chosen))
+        return {name: (before[name], after.get(name)) for name in self.parts}
 
     @property
     def also(self) -> dict[str, tuple[float, float]]:
         """Other quantities than the metric, by name: of the model as it was, and of the model as it is now."""
-        before, after = (self.elsewhere.get(name, {}) for name in ("start", self.chosen))
-        return {name: (value, after[name]) for name, value in before.items() if name in after}
+        before, after = (
+            {**self.evaluations[name].also, **self.looked.get(name, {})} for name in ("start", self.chosen)
+        )
+        bounded = () if self.constrained is None else (each.name for each in self.constrained.limits.constraints)
+        made_of = {*self.parts}.difference(bounded)
+        return {name: (value, after[name]) for name, value in before.items() if name in after and name not in made_of}
 
     def start_of(self, name: str) -> Start:
         """Return one of ``ends`` as a start for `Adapter.apply`, with what its own start replaces."""
@@ -277,15 +284,14 @@ class Result:
 
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
-        if self.chosen == "settings":
-            start = self.start_of(self.chosen)
-            tensors = counted(len(start.tensors), "tensor") if start.tensors else ""
-            changed = " and ".join(filter(None, ("phi" if start.phi.any() else "", tensors)))
-            return kept(self.chosen) + (f", with {changed} of a start" if changed else "")
-        if self.chosen != "part" or self.kept_share is None:
-            return kept(self.chosen) + self._strength(self.chosen)
-        unknown = "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
-        return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
+        if self.chosen == "part" and self.kept_share is not None:
+            unknown = (
+                "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
+            )
+            return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
+        start = self.start_of(self.chosen)
+        moved = self.chosen == "settings" and (start.tensors or start.phi.any())
+        return kept(self.chosen) + self._strength(self.chosen) + (", at a start other than phi = 0" if moved else "")
 
     def _strength(self, name: str) -> str:
         return f" (t = {self.strengths[name]:.4g})" if name in self.strengths else ""
@@ -316,17 +322,6 @@ def with_so_little_data(gain: float) -> str:
     )
 
 
-def parts_to_json(
-    outcomes: Mapping[str, tuple[float, float | None]], also: Mapping[str, tuple[float, float]]
-) -> dict[str, Any]:
-    """Return what a metric is made of, and other quantities, as plain data, before and after; nothing without any."""
-    parts = {
-        part: {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
-        for part, pairs in (("outcomes", outcomes), ("also", also))
-    }
-    return {part: each for part, each in parts.items() if each}
-
-
 def worst_of(pairs: Mapping[str, tuple[float, float | None]], higher: bool, where: str = "") -> str:
     """Say which outcome is the worst before, and after if that is known.
 
@@ -342,47 +337,3 @@ def worst_of(pairs: Mapping[str, tuple[float, float | None]], higher: bool, wher
             name = (min if higher else max)(known, key=lambda each: known[each])
             parts.append(f"{brief(name)} {decimals(known[name])} {when}")
     return f"{'lowest' if higher else 'highest'} of {len(pairs)} outcomes{where}: {', '.join(parts)}"
-
-
-def outcome(
-    metric: Metric, candidates: Mapping[str, Evaluation], decision: Decision, ends: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Return the fields of a `Result` that follow from what the guard decided.
-
-    Args:
-        metric: The run's.
-        candidates: Evaluations by name, of ``"start"`` and the others that the guard chose from.
-        decision: What it kept.
-        ends: End point phi, ``d``, of each candidate.
-    """
-    verdict, combination = decision.verdict, metric.combination
-    outcomes: dict[str, dict[str, float]] = {}
-    higher, made_of = None, set[str]()
-    if combination is not None:
-        outcomes = {
-            name: {part: each.outcomes[part].value for part in combination.names(each.outcomes)}
-            for name, each in candidates.items()
-            if each.outcomes
-        }
-        directions = {combination.directions.get(part) for part in outcomes["start"]}
-        of_function = directions.pop() if len(directions) == 1 else None
-        higher = of_function if callable(combination.combine) else combination.sign < 0
-        made_of = outcomes["start"].keys() - metric.subject_to.keys()
-    others = {name: {k: v for k, v in each.also.items() if k not in made_of} for name, each in candidates.items()}
-    return {
-        "metric": metric.name,
-        "maximize": metric.maximize,
-        "before": candidates["start"].value,
-        "after": candidates[decision.kept].value,
-        "best": min(candidates.values(), key=lambda each: each.cost).value,
-        "chosen": decision.kept,
-        "chance": verdict.chance,
-        "needed": verdict.needed,
-        "ends": ends,
-        "values": {name: each.value for name, each in candidates.items()},
-        "guard": verdict.guard,
-        "verdict": verdict,
-        "outcomes": outcomes,
-        "higher": higher,
-        "elsewhere": {name: each for name, each in others.items() if each},
-    }

@@ -76,7 +76,7 @@ def test_outcomes_are_told_by_name(run: CheckpointRun) -> None:
     one = CheckpointRun(run.file, run.moving, score, Path("out"))
     tuned = one.tune(12, unchanged=one.score_unchanged())
     assert tuned.result.best == 3.0  # the lower of 3 and the trial's number, up to 4
-    assert tuned.result.outcomes["start"] == {"zebra": 3.0, "ape": 0.0}
+    assert tuned.result.evaluations["start"].also == {"zebra": 3.0, "ape": 0.0}
 
 
 def test_repeats_count_as_queries(run: CheckpointRun) -> None:

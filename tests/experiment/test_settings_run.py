@@ -117,8 +117,8 @@ def test_a_score_is_made_of_outcomes_and_resumes_with_them() -> None:
 
     tuned = one("worst").tune(8)
     assert (tuned.before.value, tuned.before.halves) == (0.5, (0.5, 0.45))
-    assert tuned.outcomes == {"zebra": (0.5, 0.5), "ape": (0.5, 0.5)}  # one gains what the other loses
-    assert [*tuned.outcomes] == ["zebra", "ape"]
+    assert tuned.made_of == {"zebra": (0.5, 0.5), "ape": (0.5, 0.5)}  # one gains what the other loses
+    assert [*tuned.made_of] == ["zebra", "ape"]
     assert "lowest of 2" in tuned.lines(made().settings)[0]
     assert told_of_settings(made().settings, tuned)["outcomes"]["ape"] == {"before": 0.5, "after": 0.5}
     times = len(ran())

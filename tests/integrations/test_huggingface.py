@@ -123,11 +123,10 @@ def test_several_that_are_reported_make_the_metric(tmp_path: Path) -> None:
     before = host.evaluate()
     asked.clear()
     run = tuned(host, ["eval_share_b", "share_a"], combine="worst", maximize=True)
-    assert run.outcomes["start"] == pytest.approx(
-        {"share_b": before["eval_share_b"], "share_a": before["eval_share_a"]}
-    )
-    assert [*run.outcomes["start"]] == ["share_b", "share_a"]
-    assert run.before == min(run.outcomes["start"].values())
+    found = {name: value for name, (value, _) in run.made_of.items()}
+    assert found == pytest.approx({"share_b": before["eval_share_b"], "share_a": before["eval_share_a"]})
+    assert [*found] == ["share_b", "share_a"]
+    assert run.before == min(found.values())
     assert run.guard == "halves"
     assert asked[:3] == [len(ROWS), *asked[1:3]]
     assert sum(asked[1:3]) == len(ROWS)

@@ -127,8 +127,8 @@ def test_a_resumed_run_has_its_outcomes_in_their_order(tmp_path: Path) -> None:
     resumed = searched(again)
     assert torch.equal(resumed.points, whole.points)
     assert resumed.costs == whole.costs
-    assert resumed.outcomes == whole.outcomes
-    assert [*resumed.outcomes["search"]] == [*GOALS]
+    assert resumed.evaluations == whole.evaluations
+    assert [*resumed.made_of] == [*GOALS]
 
 
 @pytest.mark.parametrize("other", [{"combine": "mean"}, {"combined": ["ape"]}, {"combine": lambda x: x.mean(-1)}])
@@ -194,7 +194,7 @@ def test_what_is_combined_is_not_told_as_something_besides() -> None:
     assert [*run.made_of] == [*GOALS]
     assert run.higher
     number = task_of(adapter, lambda: 0.5, combine=None)
-    assert not optimize_metric(number, queries=30).outcomes
+    assert not optimize_metric(number, queries=30).made_of
 
 
 def test_nothing_is_said_of_the_worst_where_nothing_tells_which_is_worse() -> None:

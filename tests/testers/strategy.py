@@ -207,7 +207,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 FIELDS = (
     *("before", "after", "best", "chosen", "chance", "optimism", "needed", "queries", "guard", "values", "starts"),
-    *("strengths", "started_at", "ends", "points", "costs", "path", "holdout", "elsewhere"),
+    *("strengths", "started_at", "ends", "points", "costs", "path", "holdout", "made_of", "also"),
 )
 
 
@@ -340,7 +340,7 @@ class StrategyTester:
         if self.constraint:
             most = fresh.size() + 0.02
             with world.shifted({"shift": self.shift(result)}):
-                assert max(world.size(), result.elsewhere["search"]["size"]) <= most + 1e-12
+                assert max(world.size(), result.evaluations["search"].also["size"]) <= most + 1e-12
         assert result.best >= result.before
         assert len(world.aside) == len(result.holdout) <= 3
         world.adapter.remove()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.methods.guard import CONFIDENCE, Decision, Verdict, decide_among
-from metricopt_ext.methods.result import Result, outcome
+from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
@@ -83,8 +83,11 @@ class TrajectoryLearner(LearningStrategy):
             tuned = self.tuned(task, fit, learned, context)
         values, seen = tuned.evaluations, tuple(store)
         starts = [each.evaluations[0] for each in seen if each.observed[0] == 0 and each.halves is not None]
-        return Result(
-            **outcome(task.metric, values, Decision(tuned.chosen, tuned.verdict), tuned.ends),
+        return Result.of(
+            task.metric,
+            values,
+            Decision(tuned.chosen, tuned.verdict),
+            ends=tuned.ends,
             starts={"start": values["start"].value},
             started_at="start",
             candidates={"start": Start(task.origin())},
