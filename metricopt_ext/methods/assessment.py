@@ -37,9 +37,6 @@ ORDERS = 2000
 # A gain so many times as large as any that was seen, for which chance by size is the larger of the guard's estimates.
 VERY_LARGE = 1e12
 
-# More data than so many times as many is no advice.
-MOST_DATA = 16.0
-
 # A search is advised to have queries in steps of so many, and at most so many: from 150 on the limit is not the search.
 STEP, MOST_QUERIES = 10, 300
 
@@ -84,7 +81,6 @@ class Assessment:
         headroom: By how much it is better than ``before``; 0 without any start.
         headroom_chance: Standard deviation of the chance part of that; None if nothing tells.
         found: By how much the best of all points that satisfy them, or that of ``before``, is better than ``before``.
-        seconds: Seconds that a query took; NaN if all were on file.
         recommendation: What to do, one of `RECOMMENDATIONS`.
         reason: Why, in a sentence.
         search_queries: How many queries to search with, these among them; None unless that is advised.
@@ -100,7 +96,6 @@ class Assessment:
     headroom: float
     headroom_chance: float | None
     found: float
-    seconds: float
     recommendation: str
     reason: str
     search_queries: int | None = None
@@ -112,18 +107,16 @@ class Assessment:
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins: what was found, and what to do."""
-        found = [f"{self.metric} {decimals(self.before)} as trained"]
-        if self.best_start:
-            chance = "" if self.headroom_chance is None else f" (±{decimals(self.headroom_chance)} by chance)"
-            found.append(f"best free start {self.best_start} {decimals(self.headroom, '+')}{chance}")
-        each = "" if math.isnan(self.seconds) else f" ({self.seconds:.3g} s each)"
-        found.append(f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}{each}")
-        if self.smallest is not None:
-            found.append(f"the guard needs {decimals(self.smallest)}")
-        advice = self.recommendation
-        advice += "" if self.search_queries is None else f" with {counted(self.search_queries, 'query')}"
-        advice += "" if self.data is None else f", {self.data:.1f} times as much"
-        return ["; ".join(found), f"worth it? {advice}: {self.reason}"]
+        chance = "" if self.headroom_chance is None else f" (±{decimals(self.headroom_chance)} by chance)"
+        start = f"best free start {self.best_start} {decimals(self.headroom, '+')}{chance}; " if self.best_start else ""
+        best = f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}"
+        needs = "" if self.smallest is None else f"; the guard needs {decimals(self.smallest)}"
+        queries = "" if self.search_queries is None else f" with {counted(self.search_queries, 'query')}"
+        data = "" if self.data is None else f", {self.data:.1f} times as much"
+        return [
+            f"{self.metric} {decimals(self.before)} as trained; {start}{best}{needs}",
+            f"worth it? {self.recommendation}{queries}{data}: {self.reason}",
+        ]
 
 
 def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> str:
@@ -137,7 +130,7 @@ def kind_of(adapter: Adapter, point: Start, started: Start | None = None) -> str
     """
     moved = point.phi if started is None else point.phi - started.phi
     offsets = moved[adapter.offsets]
-    offsets_alone = bool(offsets.any()) and int(offsets.count_nonzero()) == int(moved.count_nonzero())
+    offsets_alone = bool(moved.any()) and int(offsets.count_nonzero()) == int(moved.count_nonzero())
     if started is not None:
         return "offsets" if offsets_alone and len(offsets) < len(moved) else "phi"
     weights = any(name in point.tensors for name, _ in adapter.model.named_parameters())
@@ -155,7 +148,6 @@ def assessed(
     *,
     confidence: float = CONFIDENCE,
     least: int = 0,
-    seconds: float = math.nan,
     besides: int = 0,
     limits: Limits | None = None,
 ) -> Assessment:
@@ -175,7 +167,6 @@ def assessed(
         dim: Dimension of phi.
         confidence: The guard's, at least 0.5 and below 1.
         least: The fewest evaluations that a search can do with.
-        seconds: Seconds that a query took.
         besides: How many evaluations were spent on settings of inference that are not among the points.
         limits: The metric's constraints; None without any.
     """
@@ -203,7 +194,6 @@ def assessed(
             headroom=to_start.gain,
             headroom_chance=to_start.chance,
             found=max(trained.cost - each.evaluation.cost for each in (evaluated[0], *allowed)),
-            seconds=seconds,
             recommendation=recommendation,
             reason=reason,
             search_queries=to_search if recommendation == "search" else None,
@@ -214,13 +204,11 @@ def assessed(
         name = best[kind].name
         return f"{f'the start {name!r}' if name else 'a visited point'} gains {decimals(verdicts[kind].gain)}"
 
-    if len(points) < TELLING:
-        return said("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
     if len({each.cost for each in points}) == 1:
         return said("undecided", f"{metric.name} has one value at all of {n}: modulate more layers, or train first")
-    if to_start.guard == "none":
-        remedy = "let the metric return (value, (half, half)), or give it repeats"
-        return said("undecided", f"a gain can't be told from chance: {remedy}")
+    if to_start.guard == "none" or len(points) < TELLING:
+        remedy = f"let the metric return (value, (half, half)), or give it repeats, and at least {TELLING} queries"
+        return said("undecided", f"a gain can't be told from chance by {n}: {remedy}")
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
     plain = any(each.gain - each.optimism > PLAIN[each.guard] * (each.chance or 0.0) for each in kept.values())
     if not plain and by_chance(points) >= LEVEL:
@@ -239,8 +227,8 @@ def assessed(
         verdict, draws = verdicts[kind], len(_distinct(points))
         # What the largest of so many standard normal draws is expected to be (Blom, 1958, to 0.02).
         luck = NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * (verdict.chance or 0.0)
-        if verdict.gain > max(verdict.optimism, luck) and (more := times_the_data(verdict)) <= MOST_DATA:
-            return said("more validation data", f"{gains(kind)}, which may be chance", more)
+        if verdict.gain > max(verdict.optimism, luck):
+            return said("more validation data", f"{gains(kind)}, which may be chance", times_the_data(verdict))
     return said("do not", f"none of {n} that may be kept gains more than by chance")
 
 
@@ -289,13 +277,10 @@ def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence:
         points: Those of all points.
         confidence: The guard's.
     """
-
-    def needed(gain: float) -> float:
-        end = trained._replace(value=trained.value - trained.sign * gain)
-        return judge(trained, end, points, confidence).needed or 0.0
-
-    large = VERY_LARGE * max(abs(trained.cost - each.cost) for each in points)
-    return max(needed(0.0), needed(large) ** 2 / large if large else 0.0)
+    large = VERY_LARGE * (max(abs(trained.cost - each.cost) for each in points) or 1.0)
+    ends = [trained._replace(value=trained.value - trained.sign * gain) for gain in (0.0, large)]
+    constant, by_size = (judge(trained, end, points, confidence).needed or 0.0 for end in ends)
+    return max(constant, by_size**2 / large)
 
 
 def times_the_data(verdict: Verdict) -> float:
@@ -318,6 +303,5 @@ def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) 
         least: The fewest that it can do with.
     """
     most = max(MOST_QUERIES, spent, least)
-    if not reliability > 0:
-        return most
-    return min(most, STEP * math.ceil(max(least, spent + dim / reliability) / STEP))
+    wanted = spent + dim / reliability if reliability > 0 else most
+    return min(most, STEP * math.ceil(max(least, wanted) / STEP))
