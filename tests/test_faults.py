@@ -84,7 +84,7 @@ def work(task: FinetuneTask, name: str, folder: Path, resume: bool, callback: Ca
             resume=resume,
             callback=callback,
         )
-    numbers = (result.before, result.after, result.best, result.chance, result.optimism, result.needed)
+    numbers = (result.before, result.after, result.best, result.chance, result.verdict.optimism, result.needed)
     return json.dumps(
         {
             "phi": task.adapter.phi.tolist(),

@@ -36,8 +36,8 @@ def record_of(result: Result, *, maximize: bool, change: Callable[[str, str], Ch
     verdict, started = result.verdict, result.started_at
 
     better = max if maximize else min
-    known = [name for name in (started, "search") if name in result.values]  # not what violates a constraint
-    best = better(known or ["start"], key=lambda name: result.values[name])
+    known = [name for name in (started, "search") if name in result.evaluations]  # not what violates a constraint
+    best = better(known or ["start"], key=lambda name: result.evaluations[name].value)
     between = cache(change)
     step, run, possible = between(started, "search"), between("start", result.chosen), between("start", best)
     return {

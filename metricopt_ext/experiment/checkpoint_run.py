@@ -253,7 +253,7 @@ class CheckpointRun(ProgramRun):
             kept[point] = scored.value
             write_json(path, kept)
         found: float = kept[point]
-        self.check_unit(result.values[name], found, trial)
+        self.check_unit(result.evaluations[name].value, found, trial)
         return found
 
     def _scored(self, programs: Programs, score: ProgramScore, trial: str, phi: Tensor) -> Score | Failed:

@@ -132,7 +132,7 @@ def known(results: Mapping[str, tuple[Reached, ...]]) -> dict[str, float]:
     ends = {name: reached[-1].result for name, reached in results.items()}
     found = {name: result.after for name, result in ends.items() if result is not None}
     if (ours := ends.get("metricopt")) is not None:
-        asked = {**ours.values, **ours.starts}
+        asked = {**{name: each.value for name, each in ours.evaluations.items()}, **ours.starts}
         for name, reached in results.items():
             start, end = METHODS[name].start, reached[-1].end
             if start in asked and (not isinstance(end, Tensor) or torch.equal(end, ours.ends[start])):

@@ -118,7 +118,7 @@ class SettingsOutcome:
             return "the held-out data do not confirm it"
         if self.verdict.gain <= 0:
             return "it gains nothing"
-        return with_so_little_data((self.verdict.needed or 0) + self.verdict.optimism)
+        return with_so_little_data(self.verdict)
 
 
 class SettingsRun(ProgramRun):

@@ -49,7 +49,8 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
     return Result.of(
         task.metric,
         {"start": candidates["start"]} | allowed,
-        decision,
+        chosen=decision.kept,
+        verdict=decision.verdict,
         ends=ends,
         queries={name: number * task.metric.repeats for name, number in queries.items()},
         queries_per_start=evaluations * task.metric.repeats,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import Constrained, Decision, Guard, KeptShare, TunedSettings, Verdict, besides
+from metricopt_ext.methods.guard import Constrained, Guard, KeptShare, TunedSettings, Verdict, besides
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.search.learned import UpdateRule
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -26,20 +26,11 @@ KEPT = {
     "part": "a part of the way to the end of the search",
     "settings": "the tuned settings of inference",
     "learned": "the learned optimizer's end",
-    "batchnorm": "BatchNorm re-estimated",
-    "whitening": "whitened embeddings",
-    "lda_whitening": "embeddings whitened within classes",
-    "batchnorm_line": "BatchNorm's statistics mixed with the deployment's",
-    "prior": "logits adjusted by the priors",
-    "prior_twice": "logits adjusted by the priors at twice the strength",
-    "prior_line": "logits adjusted by the priors as strongly as the metric prefers",
-    "thresholds": "thresholds that predict each label as often as it occurs",
-    "costs": "logits adjusted by what errors cost",
 }
 
 
 def kept(name: str) -> str:
-    """Return the words for what was kept; a user's own start goes by its name."""
+    """Return the words for what was kept; a start goes by its name."""
     return KEPT.get(name, f"the start {name!r}")
 
 
@@ -49,7 +40,6 @@ class Result:
 
     Attributes:
         metric: The metric's name.
-        maximize: Whether higher is better.
         evaluations: What the metric told of each candidate that the guard chose from, by name, and of the model as it
             was given, ``"start"``: its value, and other quantities (``also``), each in its own units.
         chosen: The candidate that was kept: ``"start"`` or another of ``ends``.
@@ -84,7 +74,6 @@ class Result:
     """
 
     metric: str
-    maximize: bool
     evaluations: Mapping[str, Evaluation]
     chosen: str
     verdict: Verdict
@@ -115,13 +104,12 @@ class Result:
     rule: UpdateRule | None = None
 
     @classmethod
-    def of(cls, metric: Metric, evaluations: Mapping[str, Evaluation], decision: Decision, **found: Any) -> "Result":
-        """Make one of what the guard decided.
+    def of(cls, metric: Metric, evaluations: Mapping[str, Evaluation], **found: Any) -> "Result":
+        """Make one of a metric's evaluations, with what these are made of.
 
         Args:
             metric: The run's.
             evaluations: Of ``"start"`` and the others that the guard chose from, by name.
-            decision: What it kept.
             found: The other attributes.
         """
         if (made_by := metric.combination) is not None:
@@ -130,8 +118,7 @@ class Result:
                 made_by.directions.get(part) if callable(made_by.combine) else metric.maximize for part in parts
             }
             found["higher"] = directions.pop() if len(directions) == 1 else None
-        found |= {"metric": metric.name, "maximize": metric.maximize, "chosen": decision.kept}
-        return cls(evaluations=evaluations, verdict=decision.verdict, **found)
+        return cls(metric=metric.name, evaluations=evaluations, **found)
 
     def __str__(self) -> str:
         """State the outcome, its cost and whether f was to be trusted, in a few lines."""
@@ -149,10 +136,8 @@ class Result:
             f"queries: {total} ({spent}); another starting point would cost {self.queries_per_start}",
         ]
         if self.guard == "none":
-            lines.append(
-                "nothing tells how much of the gain is chance: let the metric return (value, (half, half)), its values"
-                " on all of its data and on two random halves; or give the metric repeats, or the run a holdout"
-            )
+            remedy = "let the metric return (value, (half, half)), or give it repeats, or the run a holdout"
+            lines.append(f"nothing tells how much of the gain is chance: {remedy}")
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
             lines.append(f"the search began from {kept(self.started_at)} ({shown})")
@@ -195,21 +180,14 @@ class Result:
         Args:
             adapter: What is kept, applied to the model.
         """
-        name, lines = (
-            in_markdown(type(adapter.model).__name__),
-            "\n".join(f"- {in_markdown(line)}" for line in self.lines()),
-        )
+        name = in_markdown(type(adapter.model).__name__)
+        lines = "\n".join(f"- {in_markdown(line)}" for line in self.lines())
         return (
             "---\nlibrary_name: metricopt-ext\ntags: [metricopt-ext, black-box-optimization]\n---\n\n"
             f"# {name}, tuned for {in_markdown(self.metric)}\n\n"
             f"An adapter of {adapter.dim} numbers, phi, for a frozen model, which is not included.\n\n{lines}\n\n"
             '`mo.load_run(model, "FOLDER")` applies it to the model as it was trained, and `.merge()` folds it in.\n'
         )
-
-    @property
-    def values(self) -> dict[str, float]:
-        """Metric of each candidate that the guard chose from, and of the model as it was."""
-        return {name: each.value for name, each in self.evaluations.items()}
 
     @property
     def before(self) -> float:
@@ -242,11 +220,6 @@ class Result:
     def guard(self) -> Guard:
         """What told a gain from chance: halves of the metric's data, repeats, held-out data, or none."""
         return self.verdict.guard
-
-    @property
-    def optimism(self) -> float:
-        """How much of the gain is expected to vanish on other data, as the end was chosen for its metric."""
-        return self.verdict.optimism
 
     @property
     def promised(self) -> float | None:
@@ -303,23 +276,18 @@ class Result:
             return self.kept_share.doubt()
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
             return "f, which has learned from all queries, does not expect it to be that much better"
-        return with_so_little_data((self.needed or 0) + self.optimism)
+        return with_so_little_data(self.verdict)
 
 
 def without_verdict(name: str) -> str:
     """Say that the guard did not judge a start that is presumed."""
-    return (
-        f"{kept(name)} had no verdict: a start that is presumed is in force unless it is surely worse than the model as"
-        " trained, and the end is judged against it"
-    )
+    return f"{kept(name)} had no verdict: it holds unless it is surely worse, and the end is judged against it"
 
 
-def with_so_little_data(gain: float) -> str:
-    """Say that a gain up to this one is not believed."""
-    return (
-        f"with so little data, up to {decimals(gain)} of a gain may be chance and optimism; more data would show"
-        " smaller gains"
-    )
+def with_so_little_data(verdict: Verdict) -> str:
+    """Say up to which gain none is believed."""
+    gain = (verdict.needed or 0.0) + verdict.optimism
+    return f"with so little data, up to {decimals(gain)} of a gain may be chance and optimism"
 
 
 def worst_of(pairs: Mapping[str, tuple[float, float | None]], higher: bool, where: str = "") -> str:

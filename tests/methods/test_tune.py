@@ -71,7 +71,7 @@ def test_starts_are_made_of_the_task_and_the_adapter_may_stay() -> None:
         return {"mine": mo.Start(torch.full_like(task.origin(), 0.5))}
 
     run = tuned(model, starts=starts, merge=False)
-    assert "mine" in run.values
+    assert "mine" in run.evaluations
     adapter = mo.Adapter(model)
     assert asked[0].adapter.model is model
     assert torch.equal(adapter.phi, run.start_of(run.chosen).phi)

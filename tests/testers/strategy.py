@@ -206,7 +206,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 FIELDS = (
-    *("before", "after", "best", "chosen", "chance", "optimism", "needed", "queries", "guard", "values", "starts"),
+    *("before", "after", "best", "chosen", "chance", "verdict", "needed", "queries", "guard", "evaluations", "starts"),
     *("strengths", "started_at", "ends", "points", "costs", "path", "holdout", "made_of", "also"),
 )
 

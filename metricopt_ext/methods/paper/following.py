@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import CONFIDENCE, Decision, Verdict, decide_among
+from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.runtime.identity import described
@@ -86,7 +86,8 @@ class TrajectoryLearner(LearningStrategy):
         return Result.of(
             task.metric,
             values,
-            Decision(tuned.chosen, tuned.verdict),
+            chosen=tuned.chosen,
+            verdict=tuned.verdict,
             ends=tuned.ends,
             starts={"start": values["start"].value},
             started_at="start",
