@@ -17,7 +17,7 @@ from metricopt_ext.methods.guard import shown
 from metricopt_ext.methods.result import Result
 from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.identity import FIRST_LOSS, claim, fingerprint, fingerprint_of_code, sole_writer
-from metricopt_ext.tasks.inference_file import INFERENCE, changed_inference, save_inference
+from metricopt_ext.tasks.inference_file import INFERENCE, read_inference, save_inference
 from metricopt_ext.tasks.ledger import Ledger
 from metricopt_ext.tasks.log import Log
 from metricopt_ext.tasks.metric import Metric
@@ -220,33 +220,28 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
             missing, or which folders there are. Or one of its files is corrupt, or ``settings`` are given of a run that
             tuned none.
         AdapterError: The adapter does not fit the model (see `load_adapter`). The model is then as it was.
-        ValueError: ``settings`` lacks one that the run kept, or has another default for it than the run's model had.
+        ValueError: ``settings`` lacks one that the run had, or can't have its value.
 
     Examples:
         >>> adapter = load_run(model, "out/seed-0")  # doctest: +SKIP
     """
     finished = _finished(Path(folder))
     file = finished / INFERENCE
-    changed = changed_inference(file) if file.exists() else {}  # first: of a damaged file the model gets nothing
-    values = {name: value for name, (_, value) in changed.items()}
+    read = read_inference(file) if file.exists() else {}  # first: of a damaged file the model gets nothing
+    values = {name: value for name, (_, value) in read.items()}
     if settings is not None:
-        if not file.exists():
+        if not read:
             raise FileFormatError(f"{finished} has no {INFERENCE}, as its run tuned no settings; leave settings out")
         settings.complete(values)
-        for name, (default, _) in changed.items():
-            if default != (own := settings[name].default):
-                raise ValueError(
-                    f"{file}: {name} was {shown(default)} by default, and is {shown(own)} by the given settings; make"
-                    " them of the model as the run had it"
-                )
     adapter, said = load_adapter(model, finished / ADAPTER), ""
+    changed = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in read.items() if old != new]
     if settings is not None:
         said = settings.set_on(model, values)
     elif changed:
-        changes = ", ".join(f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items())
         said = (
-            f"{finished} was tuned with settings of inference that the model does not hold: {changes}; give the run's"
-            f" Settings to load_run, settings=, or apply them by settings.applied(mo.load_inference({str(file)!r}))"
+            f"{finished} was tuned with settings of inference that the model does not hold: {', '.join(changed)}; give"
+            " the run's Settings to load_run, settings=, or apply them by"
+            f" settings.applied(mo.load_inference({str(file)!r}))"
         )
     if said:
         warnings.warn(said, stacklevel=2)

@@ -60,19 +60,10 @@ def load_inference(path: str | Path) -> dict[str, Value]:
     Raises:
         FileFormatError: It is missing, or holds something else.
     """
-    return {name: value for name, (_, value) in _read(path).items()}
+    return {name: value for name, (_, value) in read_inference(path).items()}
 
 
-def changed_inference(path: str | Path) -> dict[str, tuple[Value, Value]]:
-    """Return the settings whose values are not their defaults, by name: the default and the value.
-
-    Raises:
-        FileFormatError: As from `load_inference`, as for the argument.
-    """
-    return {name: pair for name, pair in _read(path).items() if pair[0] != pair[1]}
-
-
-def _read(path: str | Path) -> dict[str, tuple[Value, Value]]:
+def read_inference(path: str | Path) -> dict[str, tuple[Value, Value]]:
     """Return the default and the value of each setting in a file; see `load_inference`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -236,7 +236,10 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
     assert_warned(lambda: load_run(model, tmp_path / "a", settings(model)), "left", "many", "300")
     assert model.size == 4.0
     model = quadratic().adapter.remove()
-    assert_refused(lambda: load_run(model, tmp_path / "a", settings(model, default=2.0)), ValueError, "yaml", "1", "2")
+    other = Settings([Setting("size", values=(1.0, 2.0), default=1.0)], put_into({}))
+    assert_refused(lambda: load_run(model, tmp_path / "a", other), ValueError)
     assert not hasattr(model, "metricopt")
+    load_run(model, tmp_path / "a", settings(model, default=2.0, free={"many": 300})).remove()
+    assert model.size == 4.0
     optimize_metric(quadratic(), queries=30, output_dir=tmp_path / "b", callback=Callback())
     assert_refused(lambda: load_run(model, tmp_path / "b", settings(model)), FileFormatError)
