@@ -10,10 +10,11 @@ from statistics import NormalDist, mean
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.start import Start
-from metricopt_ext.methods.guard import CONFIDENCE, EXPECTED, Guard, Verdict, judge, reliability_under
+from metricopt_ext.methods.guard import CONFIDENCE, EXPECTED, Guard, judge, reliability_under
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation, noise_of, stacked_pairs
 from metricopt_ext.tasks.metric import Metric
@@ -73,8 +74,7 @@ class Assessment:
         metric: The metric's name.
         before: Metric of the model as it was trained.
         queries: Metric queries that it is told by.
-        reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells, or
-            nothing varies.
+        reliability: Share of the variance among the points that is not chance, in [0, 1]; NaN if nothing tells.
         smallest: The smallest gain over ``before`` that the guard could accept with these data, at its confidence; the
             optimism of having chosen the best of many comes on top. None if nothing tells.
         best_start: Name of the best free start that satisfies the metric's constraints; empty without any.
@@ -180,7 +180,10 @@ def assessed(
     verdicts = {kind: judge(trained, each.evaluation, points, confidence) for kind, each in best.items()}
     start = next((each for each in allowed if each.name), evaluated[0]._replace(name=""))
     to_start = judge(trained, start.evaluation, points, confidence)
-    reliability, n = _reliability(points, to_start.guard), counted(len(points), "point")
+    # Each evaluation once: a start that changes no prediction has the same, and no news.
+    distinct = list({(each.value, each.pairs, each.noise): each for each in reversed(points)}.values())[::-1]
+    halves = stacked_pairs([each for each in distinct if each.pairs])
+    reliability, n = _reliability(points, halves, to_start.guard), counted(len(points), "point")
 
     def said(recommendation: str, reason: str, data: float | None = None) -> Assessment:
         to_search = queries_to_search(len(points) + besides, dim, reliability, least + besides) * metric.repeats
@@ -211,7 +214,7 @@ def assessed(
         return said("undecided", f"a gain can't be told from chance by {n}: {remedy}")
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
     plain = any(each.gain - each.optimism > PLAIN[each.guard] * (each.chance or 0.0) for each in kept.values())
-    if not plain and by_chance(points) >= LEVEL:
+    if not plain and by_chance(halves) >= LEVEL:
         return said("do not", f"the differences between {n} may be chance alone")
 
     cheap = max((kind for kind in kept if kind in CHEAP), key=lambda kind: kept[kind].gain, default=None)
@@ -224,38 +227,36 @@ def assessed(
 
     if verdicts:
         kind = max(verdicts, key=lambda kind: verdicts[kind].gain - verdicts[kind].optimism)
-        verdict, draws = verdicts[kind], len(_distinct(points))
+        verdict, draws = verdicts[kind], len(distinct)
         # What the largest of so many standard normal draws is expected to be (Blom, 1958, to 0.02).
         luck = NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * (verdict.chance or 0.0)
-        if verdict.gain > max(verdict.optimism, luck):
-            return said("more validation data", f"{gains(kind)}, which may be chance", times_the_data(verdict))
+        gain, optimism, needed = verdict.gain, verdict.optimism, verdict.needed or 0.0
+        if gain > max(optimism, luck):
+            # Of m times the data, chance shrinks with the root of m, and optimism with m itself: the least m with
+            # gain - optimism / m > needed / sqrt(m).
+            more = ((needed + math.sqrt(needed**2 + 4 * gain * optimism)) / (2 * gain)) ** 2
+            return said("more validation data", f"{gains(kind)}, which may be chance", more)
     return said("do not", f"none of {n} that may be kept gains more than by chance")
 
 
-def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return each evaluation once: a start that changes no prediction has the same, and no news."""
-    return list({(each.value, each.pairs, each.noise): each for each in reversed(points)}.values())[::-1]
-
-
-def _reliability(points: Sequence[Evaluation], guard: Guard) -> float:
-    """Return the share of the variance among the points that is not chance; NaN if nothing tells, or nothing varies."""
+def _reliability(points: Sequence[Evaluation], halves: Tensor | None, guard: Guard) -> float:
+    """Return the share of the variance among the points that is not chance; NaN if nothing tells."""
+    if guard == "halves" and halves is not None:
+        return mean(map(reliability_of, halves.unbind(1)))
     costs = torch.tensor([each.cost for each in points], dtype=torch.float64)
-    if guard == "none" or bool((costs == costs[0]).all()):
-        return math.nan
-    pairs = stacked_pairs([each for each in _distinct(points) if each.pairs])
-    if guard == "repeats" or pairs is None:
-        return reliability_under(noise_of(points), costs)
-    return mean(reliability_of(halves) for halves in pairs.unbind(1))
+    return reliability_under(noise_of(points), costs) if guard == "repeats" else math.nan
 
 
-def by_chance(points: Sequence[Evaluation]) -> float:
+def by_chance(halves: Tensor | None) -> float:
     """Return how likely points that differ by chance alone would be as much alike on both halves; 1 without halves.
+
+    Args:
+        halves: The costs on p pairs of halves, ``n x p x 2``.
 
     Returns:
         A p-value: the share of all orders of one half (of `ORDERS` random ones and the order itself) in which its
         covariance with the other is as large, summed over the pairs of halves.
     """
-    halves = stacked_pairs([each for each in _distinct(points) if each.pairs])
     if halves is None or len(halves) < TELLING:
         return 1.0
     first, second = (halves - halves.mean(0)).unbind(-1)  # n x pairs
@@ -281,16 +282,6 @@ def smallest_gain(trained: Evaluation, points: Sequence[Evaluation], confidence:
     ends = [trained._replace(value=trained.value - trained.sign * gain) for gain in (0.0, large)]
     constant, by_size = (judge(trained, end, points, confidence).needed or 0.0 for end in ends)
     return max(constant, by_size**2 / large)
-
-
-def times_the_data(verdict: Verdict) -> float:
-    """Return with how many times as much data the guard would keep a gain above 0 that it refuses.
-
-    With m times the data chance shrinks with the root of m, and optimism with m itself: the least m with
-    gain - optimism / m > needed / sqrt(m).
-    """
-    gain, needed = verdict.gain, verdict.needed or 0.0
-    return ((needed + math.sqrt(needed**2 + 4 * gain * verdict.optimism)) / (2 * gain)) ** 2
 
 
 def queries_to_search(spent: int, dim: int, reliability: float, least: int = 0) -> int:
