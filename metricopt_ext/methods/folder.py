@@ -26,7 +26,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import TRAJECTORIES, TrajectoryStore
 from metricopt_ext.utils.files import read_json, remove_unfinished, write_atomically
 
-FORMAT = 9  # of what is kept: a folder of another format is not resumed
+FORMAT = 10  # of what is kept: a folder of another format is not resumed
 IDENTITY, EVALUATIONS, HOLDOUT = "identity.json", "log.jsonl", "holdout.jsonl"
 CARD = "README.md"
 ADAPTER = "adapter.safetensors"  # written last: it says that a run has finished
@@ -165,12 +165,9 @@ def identity_of(
         starts: What a guided search may begin from.
         seed: The run's seed.
     """
-    metric, combination = task.metric, task.metric.combination
-    made_of = None
-    if combination is not None:
-        how = fingerprint_of_code(combination.combine) if callable(combination.combine) else combination.combine
-        made_of = [how, combination.combined, sorted(combination.directions.items())]
-    codes = {name: fingerprint_of_code(each) for name, each in metric.also.items() if name in metric.subject_to}
+    metric = task.metric
+    limits = {name: fingerprint_of_code(each) for name, each in metric.also.items() if name in metric.subject_to}
+    of_metric = {**metric.settings, "code": metric.function, "also": limits}
     with task.keeping_weights():
         first_loss = task.first_loss(seed)
     content = {
@@ -178,16 +175,11 @@ def identity_of(
         "starts": {name: _identity_of_start(each) for name, each in starts.items()} or None,
         "format": FORMAT,
         "seed": seed,
-        "metric": [metric.name, metric.maximize, metric.bounds],  # stored costs depend on the last two
-        "repeats": metric.repeats,
-        "classes are new": metric.new_classes or None,
-        "code of the metric": fingerprint_of_code(metric.function),
+        "metric": {name: fingerprint_of_code(each) if callable(each) else each for name, each in of_metric.items()},
         "adapter": task.adapter.signature.to_json(),
         "weights": fingerprint(task.adapter.base_state_dict()),
         FIRST_LOSS: first_loss,
         "population": task.at_once,
-        "made of outcomes": made_of,
-        "subject to": {name: [text, codes.get(name)] for name, text in metric.subject_to.items()} or None,
         "gradients": None if task.gradients is None else fingerprint({"gradients": task.gradients}),
         "settings of inference": None if task.settings is None else task.settings.identity(),
     }

@@ -136,7 +136,7 @@ def test_a_run_is_not_resumed_with_another_combination(other: dict[str, Any], tm
     made = {"maximize": False, "combine": "worst", "output_dir": tmp_path}
     with Search(adapted(), 30, **made) as search:
         search.ask()
-    assert_refused(lambda: Search(adapted(), 30, resume=True, **{**made, **other}), FileFormatError, "outcomes")
+    assert_refused(lambda: Search(adapted(), 30, resume=True, **{**made, **other}), FileFormatError, *other)
 
 
 def test_a_value_on_file_that_its_outcomes_do_not_make_is_refused(tmp_path: Path) -> None:
