@@ -79,7 +79,6 @@ class Assessment:
             optimism of having chosen the best of many comes on top. None if nothing tells.
         best_start: Name of the best free start that satisfies the metric's constraints; empty without any.
         headroom: By how much it is better than ``before``; 0 without any start.
-        headroom_chance: Standard deviation of the chance part of that; None if nothing tells.
         found: By how much the best of all points that satisfy them, or that of ``before``, is better than ``before``.
         recommendation: What to do, one of `RECOMMENDATIONS`.
         reason: Why, in a sentence.
@@ -94,7 +93,6 @@ class Assessment:
     smallest: float | None
     best_start: str
     headroom: float
-    headroom_chance: float | None
     found: float
     recommendation: str
     reason: str
@@ -107,8 +105,7 @@ class Assessment:
 
     def lines(self) -> list[str]:
         """Return what ``str`` joins: what was found, and what to do."""
-        chance = "" if self.headroom_chance is None else f" (±{decimals(self.headroom_chance)} by chance)"
-        start = f"best free start {self.best_start} {decimals(self.headroom, '+')}{chance}; " if self.best_start else ""
+        start = f"best free start {self.best_start} {decimals(self.headroom, '+')}; " if self.best_start else ""
         best = f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}"
         needs = "" if self.smallest is None else f"; the guard needs {decimals(self.smallest)}"
         queries = "" if self.search_queries is None else f" with {counted(self.search_queries, 'query')}"
@@ -195,7 +192,6 @@ def assessed(
             smallest=None if to_start.guard == "none" else smallest_gain(trained, points, confidence),
             best_start=start.name,
             headroom=to_start.gain,
-            headroom_chance=to_start.chance,
             found=max(trained.cost - each.evaluation.cost for each in (evaluated[0], *allowed)),
             recommendation=recommendation,
             reason=reason,

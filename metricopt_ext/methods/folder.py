@@ -231,9 +231,8 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
         said = settings.set_on(model, values)
     elif changed:
         said = (
-            f"{finished} was tuned with settings of inference that the model does not hold: {', '.join(changed)}; give"
-            " the run's Settings to load_run, settings=, or apply them by"
-            f" settings.applied(mo.load_inference({str(file)!r}))"
+            f"{finished} was tuned with {', '.join(changed)}, which the model does not hold; give load_run the run's"
+            f" Settings, settings=, or apply these by settings.applied(mo.load_inference({str(file)!r}))"
         )
     if said:
         warnings.warn(said, stacklevel=2)

@@ -114,10 +114,8 @@ class Result:
         """
         if (made_by := metric.combination) is not None:
             found["parts"] = parts = made_by.names(evaluations["start"].outcomes)
-            directions = {
-                made_by.directions.get(part) if callable(made_by.combine) else metric.maximize for part in parts
-            }
-            found["higher"] = directions.pop() if len(directions) == 1 else None
+            signs = {metric.outcome_sign(part) for part in parts}
+            found["higher"] = signs == {-1} if signs in ({-1}, {1}) else None
         return cls(metric=metric.name, evaluations=evaluations, **found)
 
     def __str__(self) -> str:
