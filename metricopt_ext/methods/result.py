@@ -242,9 +242,7 @@ class Result:
     @property
     def also(self) -> dict[str, tuple[float, float]]:
         """Other quantities than the metric, by name: of the model as it was, and of the model as it is now."""
-        before, after = (
-            {**self.evaluations[name].also, **self.looked.get(name, {})} for name in ("start", self.chosen)
-        )
+        before, after = ({**self.evaluations[at].also, **self.looked.get(at, {})} for at in ("start", self.chosen))
         bounded = () if self.constrained is None else (each.name for each in self.constrained.limits.constraints)
         made_of = {*self.parts}.difference(bounded)
         return {name: (value, after[name]) for name, value in before.items() if name in after and name not in made_of}
@@ -256,9 +254,7 @@ class Result:
     def what_was_kept(self) -> str:
         """Say what was kept, and what share of the way if it is one."""
         if self.chosen == "part" and self.kept_share is not None:
-            unknown = (
-                "" if self.kept_share.evaluated else " (the metric there is f's prediction, as it was not queried)"
-            )
+            unknown = "" if self.kept_share.evaluated else " (where the metric is f's prediction)"
             return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
         start = self.start_of(self.chosen)
         moved = self.chosen == "settings" and (start.tensors or start.phi.any())
