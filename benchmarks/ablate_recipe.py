@@ -36,8 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, by_adam
+from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, by_adam, finetune
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer

@@ -36,8 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import FRESH
-from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, tune_start
+from metricopt_ext.methods.paper.recipe import FRESH, Recipe, StepWeights, tune_start
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds

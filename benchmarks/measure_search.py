@@ -31,8 +31,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import paired_interval, spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, print_table
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe, finetune
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import search_results
 from metricopt_ext.methods.strategy import Plan

@@ -38,8 +38,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.seeds import standard_error
 from metricopt_ext.experiment.style import direction, print_table
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Recipe, meta_train
+from metricopt_ext.methods.paper.recipe import Recipe, finetune, meta_train
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.optimizer import LOSS_WEIGHT, METRIC_STEP, MetricOptStep
 from metricopt_ext.tasks.task import FinetuneTask

@@ -33,8 +33,7 @@ from metricopt_ext.experiment.command import errors_in_one_line
 from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval
 from metricopt_ext.experiment.style import new_figure, save_figure
-from metricopt_ext.methods.paper.following import FRESH
-from metricopt_ext.methods.paper.recipe import Algorithm1, GuidedESSteps
+from metricopt_ext.methods.paper.recipe import FRESH, Algorithm1, GuidedESSteps
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect, rollout

@@ -21,7 +21,7 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.traced import Spent, Trace, with_budget
 from metricopt_ext.methods.guard import CONFIDENCE, accepted, held_back
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import finetune
+from metricopt_ext.methods.paper.recipe import finetune
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import Evaluating, search_results, searched
 from metricopt_ext.methods.strategy import LearningStrategy, Plan

@@ -10,8 +10,7 @@ import torch
 
 import value_plots
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Recipe
+from metricopt_ext.methods.paper.recipe import Recipe, finetune
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.value.learning import NeuralLearner
 

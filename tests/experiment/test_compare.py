@@ -19,8 +19,7 @@ from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig,
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Recipe, StepWeights
+from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, finetune
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric

@@ -20,7 +20,7 @@ from metricopt_ext.experiment.method_config import FinetuneConfig, LearnedConfig
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.following import FRESH
+from metricopt_ext.methods.paper.recipe import FRESH
 from metricopt_ext.methods.run import searched
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES

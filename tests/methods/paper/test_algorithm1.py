@@ -12,8 +12,7 @@ from torch import Tensor
 
 from helpers.quadratics import Quadratic, QuadraticLearner
 from helpers.refusals import assert_refused
-from metricopt_ext.methods.paper.following import finetune
-from metricopt_ext.methods.paper.recipe import Algorithm1, GuidedESSteps, meta_train
+from metricopt_ext.methods.paper.recipe import Algorithm1, GuidedESSteps, finetune, meta_train
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.tasks.trajectories import TrajectoryStore
 from metricopt_ext.utils.seeding import generator

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from helpers.refusals import assert_refused
 from metricopt_ext import Callback, load_value_function, optimize_metric
-from metricopt_ext.methods.paper.following import FRESH
-from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1
-from metricopt_ext.methods.paper.objective import combine
+from metricopt_ext.methods.paper.joint import UNROLLED, AlgorithmS1, combine
+from metricopt_ext.methods.paper.recipe import FRESH
 from metricopt_ext.search.learned import LearnedOptimizer, load_update_rule, unroll
 from metricopt_ext.tasks.trajectories import TrajectoryStore, observation_steps
 from metricopt_ext.utils.seeding import generator

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metricopt_ext.methods.paper.objective import learned_objective
+from metricopt_ext.methods.paper.joint import learned_objective
 
 
 def positive(*shape: int, seed: int = 1) -> Tensor:

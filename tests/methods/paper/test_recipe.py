@@ -19,11 +19,12 @@ from helpers.refusals import assert_refused
 from metricopt_ext import Callback, Metric, Result, optimize_metric
 from metricopt_ext.errors import BudgetError, ValueFunctionError
 from metricopt_ext.methods.guard import judge
-from metricopt_ext.methods.paper.following import FRESH, finetune
 from metricopt_ext.methods.paper.recipe import (
+    FRESH,
     LEAST_TASKS,
     GuidedESSteps,
     Recipe,
+    finetune,
     meta_train,
     tune_start,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.methods.paper.objective import combine, gradient_samples
+from metricopt_ext.methods.paper.joint import combine, gradient_samples
 
 STD = 0.3
 
