@@ -1,34 +1,64 @@
 """What finds phi within a budget: a search, which is asked and told, or a learner, which needs whole trainings."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.folder import RunFolder, identity_of
-from metricopt_ext.methods.guard import CONFIDENCE, deviates, held_back
+from metricopt_ext.methods.guard import CONFIDENCE, Verdict, deviates, held_back
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.starts import Starts, all_starts
+from metricopt_ext.runtime.identity import described
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
 from metricopt_ext.tasks.metric import Metric
+from metricopt_ext.tasks.split_half import correlation_of_halves
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.utils.checks import check_integer
 from metricopt_ext.utils.words import and_more, brief
+from metricopt_ext.value.fitting import Fit
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of tuning a start.
+
+    Attributes:
+        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, and the end under what
+            was learned, ``"metricopt"`` of a recipe.
+        evaluations: The metric's evaluation of each of them.
+        chosen: The candidate to keep.
+        verdict: What the guard thinks of the best of the others than the start.
+        path: The phi visited from the start to the end under what was learned, ``(T + 1) x d``.
+    """
+
+    ends: dict[str, Tensor]
+    evaluations: dict[str, Evaluation]
+    chosen: str
+    verdict: Verdict
+    path: Tensor
 
 
 class LearningStrategy(ABC):
     """A strategy that learns from whole trainings of phi: `Recipe`, `Algorithm1`, `AlgorithmS1`.
 
-    It begins from phi = 0 alone, respects no constraints, and tunes no settings of inference. A subclass is a frozen
-    dataclass of its settings.
+    It finetunes phi under what it learned, and has the guard decide. It begins from phi = 0 alone, respects no
+    constraints, and tunes no settings of inference. A subclass is a frozen dataclass of its settings.
 
     Attributes:
         anytime: As of `SearchStrategy`; a finished run can't go on with more queries.
+        learns: The field of a `Result` that has what is learned besides f.
     """
 
     anytime: ClassVar[bool] = False
+    learns: ClassVar[str]
 
     @abstractmethod
     def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
@@ -38,13 +68,53 @@ class LearningStrategy(ABC):
             BudgetError: It is too small; the message says how many are needed.
         """
 
-    @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return what a run depends on, as JSON, to tell it from others."""
+        """Return what a run depends on, the settings by their descriptions, as JSON, to tell it from others."""
+        return {name: described(value) for name, value in vars(self).items()}
 
     @abstractmethod
+    def learn(self, task: FinetuneTask, context: "Plan") -> tuple[Any, Fit]:
+        """Return what is learned besides f, and f; keep the trajectories in the run's folder."""
+
+    @abstractmethod
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: "Plan") -> Tuned:
+        """Tune phi = 0 under what was learned."""
+
     def run(self, context: "Plan") -> Result:
         """Learn, follow what was learned, and let the guard decide; the model is left unchanged."""
+        metric, store = context.task.metric, context.folder.trajectories
+        with context.folder.own_ledger(metric, context.queries):
+            log, ledger = context.folder.log(metric), metric.ledger
+            task = context.task.judged_by(metric.logged(log))
+            context.callback.on_file(log.answered * metric.repeats)
+            for trajectory in store:  # its queries are booked, and told of, from the log
+                for phi in trajectory.observed_phi.to(task.origin()):
+                    task.evaluate(phi, "collect")
+            learned, fit = self.learn(task, context)
+            before = ledger.spent
+            tuned = self.tuned(task, fit, learned, context)
+        values, seen = tuned.evaluations, tuple(store)
+        starts = [each.evaluations[0] for each in seen if each.observed[0] == 0 and each.halves is not None]
+        return Result.of(
+            task.metric,
+            values,
+            chosen=tuned.chosen,
+            verdict=tuned.verdict,
+            ends=tuned.ends,
+            starts={"start": values["start"].value},
+            started_at="start",
+            candidates={"start": Start(task.origin())},
+            split_half=correlation_of_halves(stacked_halves(starts)),
+            points=torch.cat([each.observed_phi for each in seen]),
+            costs=tuple(task.metric.normalised(cost) for each in seen for cost in each.cost.tolist()),
+            queries=dict(ledger.spent_on),
+            queries_per_start=ledger.spent - before,
+            fit=fit,
+            path=tuned.path,
+            loss_finetune=values["loss_finetune"].value,
+            trajectories=seen,
+            **{self.learns: learned},
+        )
 
 
 def check_constraints(metric: Metric, who: str) -> None:

@@ -21,13 +21,11 @@ from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.paper.recipe import (
     END_QUERIES,
     FRESH,
-    TrajectoryLearner,
-    Tuned,
     finetune,
     gaussian_process_labels,
     guarded,
 )
-from metricopt_ext.methods.strategy import Plan
+from metricopt_ext.methods.strategy import LearningStrategy, Plan, Tuned
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import UpdateRule, unroll
 from metricopt_ext.search.optimizer import LossStep
@@ -59,7 +57,7 @@ LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class AlgorithmS1(TrajectoryLearner):
+class AlgorithmS1(LearningStrategy):
     """Joint training of a value function and an optimizer, and finetuning with the optimizer alone (Algorithm S1).
 
     A meta-iteration collects tasks under the optimizer as it is, adapts f to their metrics, and improves the optimizer
@@ -151,12 +149,12 @@ class AlgorithmS1(TrajectoryLearner):
         return {"iterations": iterations}
 
     def learn(self, task: FinetuneTask, context: Plan) -> tuple[UpdateRule, Fit]:
-        """Return the optimizer and f (see `TrajectoryLearner`)."""
+        """Return the optimizer and f (see `LearningStrategy`)."""
         store, callback = context.folder.trajectories, context.callback
         return self.meta_train(task, **context.size, seed=context.seed, store=store, callback=callback)
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: UpdateRule, context: Plan) -> Tuned:
-        """Finetune phi = 0 with the optimizer alone (see `TrajectoryLearner`)."""
+        """Finetune phi = 0 with the optimizer alone (see `LearningStrategy`)."""
         context.callback.stage("meta-test")
         path = self.meta_test(task, learned, seed=context.seed)
         loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)

@@ -1,27 +1,23 @@
 """Learn a value function from rounds of finetuning, then follow it: for many starts. Algorithm 1 is such a recipe."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, ValueFunctionError
-from metricopt_ext.methods.guard import CONFIDENCE, Verdict, decide_among
-from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.strategy import LearningStrategy, Plan, check_constraints
-from metricopt_ext.runtime.identity import described
+from metricopt_ext.methods.guard import CONFIDENCE, decide_among
+from metricopt_ext.methods.strategy import LearningStrategy, Plan, Tuned, check_constraints
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.optimizer import LossStep, MetricOptStep
-from metricopt_ext.tasks.evaluation import Evaluation, stacked_halves
-from metricopt_ext.tasks.split_half import correlation_of_halves, evaluations_where_used, optimism_of_gain, seen_on_half
+from metricopt_ext.tasks.evaluation import Evaluation
+from metricopt_ext.tasks.split_half import evaluations_where_used, optimism_of_gain, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import (
     Ends,
@@ -62,84 +58,6 @@ Follow = Callable[[ValueFunction, "Recipe", Setting, Generator, bool], Policy]
 # collect(round, indices, fit): collects the tasks of a round with any trainer that finetunes phi, under the previous
 # round's fit, or under the loss alone for None; returns the trajectories of all rounds up to this one.
 Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The outcome of tuning a start.
-
-    Attributes:
-        ends: End point phi, ``d``, of each candidate: ``"start"`` itself, ``"loss_finetune"``, and the end under what
-            was learned, ``"metricopt"`` of a recipe.
-        evaluations: The metric's evaluation of each of them.
-        chosen: The candidate to keep.
-        verdict: What the guard thinks of the best of the others than the start.
-        path: The phi visited from the start to the end under what was learned, ``(T + 1) x d``.
-    """
-
-    ends: dict[str, Tensor]
-    evaluations: dict[str, Evaluation]
-    chosen: str
-    verdict: Verdict
-    path: Tensor
-
-
-class TrajectoryLearner(LearningStrategy):
-    """A strategy that learns from trajectories, finetunes phi under what it learned, and has the guard decide.
-
-    Attributes:
-        learns: The field of a `Result` that has what is learned besides f.
-    """
-
-    learns: ClassVar[str]
-
-    def identity(self) -> dict[str, Any]:
-        """Return the settings, by their descriptions (see `LearningStrategy`)."""
-        return {name: described(value) for name, value in vars(self).items()}
-
-    @abstractmethod
-    def learn(self, task: FinetuneTask, context: Plan) -> tuple[Any, Fit]:
-        """Return what is learned besides f, and f; keep the trajectories in the run's folder."""
-
-    @abstractmethod
-    def tuned(self, task: FinetuneTask, fit: Fit, learned: Any, context: Plan) -> Tuned:
-        """Tune phi = 0 under what was learned."""
-
-    def run(self, context: Plan) -> Result:
-        """Learn, follow what was learned, and let the guard decide (see `LearningStrategy`)."""
-        metric, store = context.task.metric, context.folder.trajectories
-        with context.folder.own_ledger(metric, context.queries):
-            log, ledger = context.folder.log(metric), metric.ledger
-            task = context.task.judged_by(metric.logged(log))
-            context.callback.on_file(log.answered * metric.repeats)
-            for trajectory in store:  # its queries are booked, and told of, from the log
-                for phi in trajectory.observed_phi.to(task.origin()):
-                    task.evaluate(phi, "collect")
-            learned, fit = self.learn(task, context)
-            before = ledger.spent
-            tuned = self.tuned(task, fit, learned, context)
-        values, seen = tuned.evaluations, tuple(store)
-        starts = [each.evaluations[0] for each in seen if each.observed[0] == 0 and each.halves is not None]
-        return Result.of(
-            task.metric,
-            values,
-            chosen=tuned.chosen,
-            verdict=tuned.verdict,
-            ends=tuned.ends,
-            starts={"start": values["start"].value},
-            started_at="start",
-            candidates={"start": Start(task.origin())},
-            split_half=correlation_of_halves(stacked_halves(starts)),
-            points=torch.cat([each.observed_phi for each in seen]),
-            costs=tuple(task.metric.normalised(cost) for each in seen for cost in each.cost.tolist()),
-            queries=dict(ledger.spent_on),
-            queries_per_start=ledger.spent - before,
-            fit=fit,
-            path=tuned.path,
-            loss_finetune=values["loss_finetune"].value,
-            trajectories=seen,
-            **{self.learns: learned},
-        )
 
 
 class StepWeights(NamedTuple):
@@ -243,7 +161,7 @@ def by_adam(policy: Policy) -> Policy:
 
 
 @dataclass(frozen=True)
-class Recipe(TrajectoryLearner):
+class Recipe(LearningStrategy):
     """Learn f in rounds, the first on the loss alone, the others under the f so far; then finetune phi under f.
 
     The defaults are meant to be left alone, except ``steps`` and ``lr``.
@@ -385,7 +303,7 @@ class Recipe(TrajectoryLearner):
         return {"tasks": self.tasks_per_round(evaluations)}
 
     def learn(self, task: FinetuneTask, context: Plan) -> tuple[StepWeights, Fit]:
-        """Return how boldly to follow f, and f (see `TrajectoryLearner`)."""
+        """Return how boldly to follow f, and f (see `LearningStrategy`)."""
         tasks, seed, callback = context.size["tasks"], context.seed, context.callback
         store = context.folder.trajectories
         fit = meta_train(task, tasks=tasks, recipe=self, seed=seed, store=store, callback=callback)
@@ -393,7 +311,7 @@ class Recipe(TrajectoryLearner):
         return choose_setting(task, fit, self, seed), fit
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: StepWeights, context: Plan) -> Tuned:
-        """Follow f from phi = 0 (see `TrajectoryLearner`)."""
+        """Follow f from phi = 0 (see `LearningStrategy`)."""
         seed, callback, sure = context.seed, context.callback, context.confidence
         return tune_start(task, fit, recipe=self, setting=learned, guard_confidence=sure, seed=seed, callback=callback)
 
