@@ -320,7 +320,7 @@ def observing(config: ClassificationConfig, share: float) -> list[str]:
     steps, strategy = config.finetune.steps, config.build_strategy()
     assert isinstance(strategy, Recipe)
     evals = steps + 1 if share == 1 else max(2, round(share * steps))
-    queries = strategy.start_queries + strategy.tasks_per_round(config.queries) * evals
+    queries = strategy.start_queries + strategy.size(config.queries)["tasks"] * evals
     return [f"method.evals={evals}", f"queries={queries}"]
 
 

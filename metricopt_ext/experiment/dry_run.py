@@ -181,7 +181,7 @@ def planned(
         return math.ceil(tasks / population)
 
     if isinstance(strategy, Recipe):
-        tasks = strategy.tasks_per_round(config.queries)
+        tasks = strategy.size(config.queries)["tasks"]
         collected, tried = strategy.rounds * tasks * strategy.evals, strategy.choice_queries
         rows = [
             ("rounds", f"{strategy.rounds} of {counted(tasks, 'task')}"),

@@ -60,13 +60,26 @@ class LearningStrategy(ABC):
     anytime: ClassVar[bool] = False
     learns: ClassVar[str]
 
+    @property
     @abstractmethod
-    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
-        """Return what follows from a number of evaluations in d dimensions; starts other than phi = 0 have no use.
+    def planned(self) -> tuple[str, int, int, int]:
+        """What a budget is planned in, the least number of these, the queries of each, and those of all else."""
+
+    def size(self, evaluations: int, dim: int = 0, starts: int = 1) -> dict[str, int]:
+        """Return how many of what is `planned` a number of evaluations is for; dimension and starts have no say.
 
         Raises:
             BudgetError: It is too small; the message says how many are needed.
         """
+        unit, least, each, besides = self.planned
+        number = (evaluations - besides) // each
+        if number < least:
+            raise BudgetError(
+                f"{evaluations} queries are too few for {least} {unit} of {each} queries each, and {besides} to choose"
+                f" settings and to tune the start: give at least {besides + least * each}, or take fewer rounds, tasks"
+                " or evals"
+            )
+        return {unit: number}
 
     def identity(self) -> dict[str, Any]:
         """Return what a run depends on, the settings by their descriptions, as JSON, to tell it from others."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.nn.utils import parameters_to_vector
 
-from metricopt_ext.errors import BudgetError
 from metricopt_ext.methods.paper.recipe import (
     END_QUERIES,
     FRESH,
@@ -35,7 +34,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.tasks.trajectories import Trajectory, TrajectoryStore, observation_steps
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import brief, counted
+from metricopt_ext.utils.words import brief
 from metricopt_ext.value.fitting import Fit, measure
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner
@@ -52,8 +51,6 @@ COST_FLOOR = 1e-2  # least size of a cost that Eq. 6 divides by: f may well pred
 
 # Task indices from here on are unrolled to train the optimizer, and never observed.
 UNROLLED = 2 * FRESH
-
-LEAST_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -135,18 +132,10 @@ class AlgorithmS1(LearningStrategy):
         """Queries of a start: what the optimizer sees on its way, and the ends."""
         return END_QUERIES + (self.evals - 1 if self.sees_metric else 0)
 
-    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
-        """Return the number of meta-iterations, one start's queries kept (see `LearningStrategy`)."""
-        each = self.tasks * self.evals
-        iterations = (evaluations - self.start_queries) // each
-        if iterations < LEAST_ITERATIONS:
-            raise BudgetError(
-                f"{evaluations} queries are too few for {LEAST_ITERATIONS} meta-iterations of"
-                f" {counted(self.tasks, 'task')} with {counted(self.evals, 'observation')} each and"
-                f" {self.start_queries} for the start: give at least {self.start_queries + LEAST_ITERATIONS * each},"
-                " or fewer tasks or evals"
-            )
-        return {"iterations": iterations}
+    @property
+    def planned(self) -> tuple[str, int, int, int]:
+        """Meta-iterations, at least two, and the start's queries (see `LearningStrategy`)."""
+        return "iterations", 2, self.tasks * self.evals, self.start_queries
 
     def learn(self, task: FinetuneTask, context: Plan) -> tuple[UpdateRule, Fit]:
         """Return the optimizer and f (see `LearningStrategy`)."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from metricopt_ext.errors import BudgetError, ValueFunctionError
+from metricopt_ext.errors import ValueFunctionError
 from metricopt_ext.methods.guard import CONFIDENCE, decide_among
 from metricopt_ext.methods.strategy import LearningStrategy, Plan, Tuned, check_constraints
 from metricopt_ext.runtime.progress import Callback
@@ -31,7 +31,6 @@ from metricopt_ext.tasks.trajectories import (
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
-from metricopt_ext.utils.words import counted
 from metricopt_ext.value.fitting import Fit, fit_value_function
 from metricopt_ext.value.learning import Learner, NeuralLearner
 from metricopt_ext.value.observations import Labeller, Observations
@@ -281,26 +280,10 @@ class Recipe(LearningStrategy):
         """Most queries of a start's guard: the three ends, and, of a metric that reports halves, two cross-checks."""
         return END_QUERIES + 2 * self.ensemble
 
-    def tasks_per_round(self, queries: int) -> int:
-        """Return how many tasks a round can have.
-
-        Raises:
-            BudgetError: Fewer than `LEAST_TASKS`; the message says how many queries are needed.
-        """
-        fixed, per_task = self.choice_queries + self.start_queries, self.rounds * self.evals
-        tasks = (queries - fixed) // per_task
-        if tasks < LEAST_TASKS:
-            raise BudgetError(
-                f"{queries} queries are too few for {counted(self.rounds, 'round')} of at least {LEAST_TASKS} tasks"
-                f" with {counted(self.evals, 'observation')} each, {self.choice_queries} queries to choose settings and"
-                f" {self.start_queries} for the start: give at least {fixed + LEAST_TASKS * per_task}, or fewer rounds"
-                " or evals"
-            )
-        return tasks
-
-    def size(self, evaluations: int, dim: int, starts: int = 1) -> dict[str, int]:
-        """Return the number of tasks in a round (see `LearningStrategy`)."""
-        return {"tasks": self.tasks_per_round(evaluations)}
+    @property
+    def planned(self) -> tuple[str, int, int, int]:
+        """Tasks of a round, each with its queries in all rounds (see `LearningStrategy`)."""
+        return "tasks", LEAST_TASKS, self.rounds * self.evals, self.choice_queries + self.start_queries
 
     def learn(self, task: FinetuneTask, context: Plan) -> tuple[StepWeights, Fit]:
         """Return how boldly to follow f, and f (see `LearningStrategy`)."""

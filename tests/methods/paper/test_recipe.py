@@ -96,10 +96,10 @@ def test_queries_that_are_planned_besides_collection(change: dict[str, Any], cho
     assert (recipe.choice_queries, recipe.start_queries) == (choice, start)
     fixed, per_task = choice + start, 2 * 3  # two rounds of three observations
     for tasks in (4, 7, 50):
-        assert recipe.tasks_per_round(fixed + tasks * per_task) == tasks
-        assert recipe.tasks_per_round(fixed + (tasks + 1) * per_task - 1) == tasks
+        assert recipe.size(fixed + tasks * per_task) == {"tasks": tasks}
+        assert recipe.size(fixed + (tasks + 1) * per_task - 1) == {"tasks": tasks}
     least = fixed + LEAST_TASKS * per_task
-    assert_refused(lambda: recipe.tasks_per_round(least - 1), BudgetError, least - 1, "queries", "2", least)
+    assert_refused(lambda: recipe.size(least - 1), BudgetError, least - 1, "queries", "rounds", least)
 
 
 @pytest.mark.outcome
