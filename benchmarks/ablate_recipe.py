@@ -36,7 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import paired_interval, spread
 from metricopt_ext.experiment.style import new_figure, save_figure
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, by_adam, finetune
+from metricopt_ext.methods.paper.recipe import Recipe, by_adam, finetune
 from metricopt_ext.methods.result import Result
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
@@ -350,7 +350,7 @@ def fitted(ready: ClassificationExperiment, result: Result, recipe: Recipe, seed
     """Fit a value function to the default's trajectories in another way, and follow it whether trusted or not."""
     assert result.setting is not None
     fit = recipe.fit(result.trajectories, seed)
-    policy = recipe.policy(fit.f, StepWeights(*result.setting), even_untrusted=True)
+    policy = recipe.policy(fit.f, result.setting, even_untrusted=True)
     return Row(spearman(fit), followed(ready, policy, recipe, seed), sum(result.queries.values()))
 
 

@@ -36,7 +36,7 @@ from metricopt_ext.experiment.output_folder import open_run
 from metricopt_ext.experiment.seeds import spread, standard_error
 from metricopt_ext.experiment.style import direction, markdown_table, new_figure, save_figure
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.recipe import FRESH, Recipe, StepWeights, tune_start
+from metricopt_ext.methods.paper.recipe import FRESH, Recipe, tune_start
 from metricopt_ext.plain import in_markdown
 from metricopt_ext.runtime.identity import sole_writer
 from metricopt_ext.runtime.parallel import run_seeds
@@ -143,7 +143,7 @@ def run_seed(
         assert result.setting is not None
         row["queries_once"] = sum(result.queries.values()) - result.queries_per_start
         row["spearman"] = result.fit.f.quality.spearman
-        runs = runs_of(ready, result.fit, StepWeights(*result.setting), plan.budgets)
+        runs = runs_of(ready, result.fit, result.setting, plan.budgets)
 
         def points(name: str, number: int) -> list[tuple[int, float]]:
             start = task.starts(recipe.start_std, seed, [NEW + number])[0]
@@ -161,7 +161,7 @@ def run_seed(
 
 
 def runs_of(
-    ready: Experiment[Any], fit: Fit, setting: StepWeights, budgets: Sequence[int]
+    ready: Experiment[Any], fit: Fit, setting: tuple[float, float], budgets: Sequence[int]
 ) -> dict[str, tuple[Baseline, Sequence[int]]]:
     """Return every method with its numbers of queries per start; the n-th start is run with the seed + n."""
     config, recipe = ready.config, ready.config.build_strategy()

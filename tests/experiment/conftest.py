@@ -8,7 +8,6 @@ import pytest
 from metricopt_ext.experiment.method import METHODS
 from metricopt_ext.experiment.record import Outcome, SeedRecord
 from metricopt_ext.experiment.report import Report
-from metricopt_ext.methods.paper.recipe import StepWeights
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
@@ -37,7 +36,7 @@ def _report(tests: dict[str, list[float]] | None = None, *, seeds: int = 3, maxi
                 outcomes=outcomes,
                 quality=GOOD if row else POOR,
                 kept="metricopt" if row else "start",
-                setting=StepWeights(0.3, 0.15),
+                setting=(0.3, 0.15),
                 split_half=0.75,
                 chance=0.01,
                 guard="halves",

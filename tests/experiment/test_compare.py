@@ -19,7 +19,7 @@ from metricopt_ext.experiment.method_config import FinetuneConfig, RecipeConfig,
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.paper.recipe import Recipe, StepWeights, finetune
+from metricopt_ext.methods.paper.recipe import Recipe, finetune
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.metric import Metric
@@ -86,7 +86,7 @@ def test_outcomes_are_what_the_ends_are_worth(quadratic: Callable[..., Any], tmp
         assert outcome.test == pytest.approx(hidden.at(phi), rel=1e-12)
     assert not torch.equal(best, path[-1])
     assert hidden.calls == hidden.metric.ledger.spent == len(ends)
-    steered = finetune(twin, RECIPE.policy(alone.fit.f, StepWeights(*alone.setting)), 10, seed=3)
+    steered = finetune(twin, RECIPE.policy(alone.fit.f, alone.setting), 10, seed=3)
     on_loss = [twin.true_cost(phi) for phi in path]
     assert comparison.curves == {
         "loss_finetune": on_loss,

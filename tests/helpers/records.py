@@ -1,7 +1,6 @@
 """The record of a seed, with all that one may hold."""
 
 from metricopt_ext.experiment.record import Outcome, SeedRecord
-from metricopt_ext.methods.paper.recipe import StepWeights
 from metricopt_ext.utils.machine import Machine
 from metricopt_ext.value.value_function import Quality
 
@@ -15,7 +14,7 @@ def record() -> SeedRecord:
         outcomes={"pretrained": [Outcome(0.1, 0.2, 0, 0, 0.0)], "metricopt": [Outcome(1 / 3, 0.1 + 0.2, 9, 2, 1.5, 4)]},
         quality=QUALITY,
         kept="metricopt",
-        setting=StepWeights(0.0, 0.15),
+        setting=(0.0, 0.15),
         split_half=0.5,
         chance=0.01,
         guard="halves",

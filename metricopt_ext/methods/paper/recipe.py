@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -46,7 +46,8 @@ END_QUERIES = 3
 # Tasks of the first round, from which f is learned and measured: two to learn from while two are held out.
 LEAST_TASKS = 4
 
-# `StepWeights`; or both as ``n x 1``, for a population.
+# How boldly f is followed: the weight w of the loss step, and the length of the first metric step in units of f's data
+# radius, which is `GuidedESSteps`' alpha_t. Each is a number of at least 0, or ``n x 1`` for a population.
 Setting = Sequence[float | Tensor]
 
 # follow(f, recipe, setting, rng, even_untrusted): returns the step rule of a rollout under f. The recipe has the number
@@ -59,29 +60,17 @@ Follow = Callable[[ValueFunction, "Recipe", Setting, Generator, bool], Policy]
 Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
-class StepWeights(NamedTuple):
-    """How boldly f is followed.
-
-    Attributes:
-        loss_weight: Weight w of the loss step, at least 0.
-        metric_step: Length of the first metric step in units of f's data radius, at least 0; `GuidedESSteps`' alpha_t.
-    """
-
-    loss_weight: float
-    metric_step: float
-
-
-def checked_weights(pair: Sequence[float]) -> StepWeights:
-    """Return a pair of numbers as a `StepWeights`.
+def checked_setting(pair: Sequence[float]) -> tuple[float, float]:
+    """Return a pair of numbers, a loss weight and a metric step.
 
     Raises:
         ValueError: It is no pair, or a number in it is not finite or below 0.
     """
     if not isinstance(pair, Sized) or len(pair) != 2:
         raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
-    setting = StepWeights(*pair)
-    check_at_least(0, **setting._asdict())
-    return setting
+    loss_weight, metric_step = pair
+    check_at_least(0, loss_weight=loss_weight, metric_step=metric_step)
+    return loss_weight, metric_step
 
 
 def along_gradient(
@@ -173,7 +162,8 @@ class Recipe(LearningStrategy):
         start_std: Standard deviation of the tasks' starts phi_0.
         explored_step: Centre of the metric step in on-policy rounds, drawn log-uniformly within a factor of 3; the
             loss weight is drawn from [0, 1].
-        settings: Candidate `StepWeights` for finetuning, or pairs of numbers; a few queries choose among them.
+        settings: Candidates of how boldly f is followed in finetuning, among which a few queries choose: pairs of the
+            loss step's weight and the first metric step's length in units of f's data radius, each at least 0.
         trials: Random starts, besides phi = 0, on which each setting is tried, one query each.
         folds: Parts of the trajectories; each is held out from some members of f's ensemble, to measure f. Early
             rounds with fewer than two trajectories per part use fewer parts.
@@ -196,7 +186,7 @@ class Recipe(LearningStrategy):
     rounds: int = 6
     start_std: float = 0.2
     explored_step: float = 0.15
-    settings: tuple[StepWeights, ...] = (StepWeights(0.0, 0.15), StepWeights(0.3, 0.15), StepWeights(0.3, 0.3))
+    settings: tuple[tuple[float, float], ...] = ((0.0, 0.15), (0.3, 0.15), (0.3, 0.3))
     trials: int = 3
     folds: int = 4
     labels: Labeller = Observations.of
@@ -219,7 +209,7 @@ class Recipe(LearningStrategy):
         observation_steps(self.steps, self.evals, 0, 0, ends=self.ends)  # refuses what it can't draw
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
-        object.__setattr__(self, "settings", tuple(map(checked_weights, self.settings)))
+        object.__setattr__(self, "settings", tuple(map(checked_setting, self.settings)))
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
         check_instance("NeuralLearner()", optional=False, learner=self.learner)
         check_instance("GuidedESSteps()", optional=False, follow=self.follow)
@@ -238,7 +228,7 @@ class Recipe(LearningStrategy):
 
         Args:
             f: The value function.
-            setting: `StepWeights`; or both as ``n x 1``, for a population.
+            setting: Loss weight and metric step; or both as ``n x 1``, for a population.
             seed: Seed of perturbations.
             index: The (first) task's index, for them.
             even_untrusted: Whether to follow an f without held-out skill, too.
@@ -285,7 +275,7 @@ class Recipe(LearningStrategy):
         """Tasks of a round, each with its queries in all rounds (see `LearningStrategy`)."""
         return "tasks", LEAST_TASKS, self.rounds * self.evals, self.choice_queries + self.start_queries
 
-    def learn(self, task: FinetuneTask, context: Plan) -> tuple[StepWeights, Fit]:
+    def learn(self, task: FinetuneTask, context: Plan) -> tuple[tuple[float, float], Fit]:
         """Return how boldly to follow f, and f (see `LearningStrategy`)."""
         tasks, seed, callback = context.size["tasks"], context.seed, context.callback
         store = context.folder.trajectories
@@ -293,7 +283,7 @@ class Recipe(LearningStrategy):
         callback.stage("choose settings")
         return choose_setting(task, fit, self, seed), fit
 
-    def tuned(self, task: FinetuneTask, fit: Fit, learned: StepWeights, context: Plan) -> Tuned:
+    def tuned(self, task: FinetuneTask, fit: Fit, learned: tuple[float, float], context: Plan) -> Tuned:
         """Follow f from phi = 0 (see `LearningStrategy`)."""
         seed, callback, sure = context.seed, context.callback, context.confidence
         return tune_start(task, fit, recipe=self, setting=learned, guard_confidence=sure, seed=seed, callback=callback)
@@ -325,7 +315,7 @@ class Algorithm1(Recipe):
     steps: int = 200
     evals: int = 10
     rounds: int = 1
-    settings: tuple[StepWeights, ...] = (StepWeights(0.0, 1.0),)
+    settings: tuple[tuple[float, float], ...] = ((0.0, 1.0),)
     labels: Labeller = field(default_factory=gaussian_process_labels)
     learner: Learner = field(default=ReptileLearner.paper())
     follow: Follow = GuidedESSteps()
@@ -416,7 +406,7 @@ def learn_in_rounds(
     return replace(fit, visited=evaluations_where_used(seen), half_fits=half_fits)
 
 
-def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int) -> StepWeights:
+def choose_setting(task: FinetuneTask, fit: Fit, recipe: Recipe, seed: int) -> tuple[float, float]:
     """Try each setting from phi = 0 and a few random starts; the lowest mean cost wins."""
     if len(recipe.settings) == 1 or not fit.f.trusted:
         return recipe.settings[0]
@@ -439,7 +429,7 @@ def tune_start(
     fit: Fit,
     *,
     recipe: Recipe = DEFAULT,
-    setting: StepWeights | None = None,
+    setting: tuple[float, float] | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
     guard_confidence: float = CONFIDENCE,
@@ -471,7 +461,7 @@ def tune_start(
     check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
     callback = callback or Callback()
-    weights = recipe.settings[0] if setting is None else checked_weights(setting)
+    weights = recipe.settings[0] if setting is None else checked_setting(setting)
     check_integer(0, index=index, seed=seed)
 
     def follow(policy: Policy) -> Tensor:
