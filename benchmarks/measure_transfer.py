@@ -208,8 +208,8 @@ def learned(experiment: Experiment[Any], learner: str, seed: int) -> tuple[Value
     config, store = experiment.config, TrajectoryStore()
     strategy = with_method(config, learner).build_strategy()
     assert isinstance(strategy, Recipe)
-    size = strategy.size(config.queries)
-    fit = meta_train(experiment.task, **size, recipe=strategy, seed=seed, store=store)
+    tasks = strategy.size(config.queries)["tasks"]
+    fit = meta_train(experiment.task, tasks=tasks, recipe=strategy, seed=seed, store=store)
     return fit.f, Observations.of(list(store))
 
 

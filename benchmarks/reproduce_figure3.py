@@ -109,11 +109,17 @@ def reproduce(
 
 
 class MetricOnly(GuidedESSteps):
-    """Lines 10-15 without the loss: no gradient spans a subspace, so Sigma = I/d (Fig. 3c); needs no history."""
+    """Lines 10-15 without the loss: no gradient spans a subspace, so Sigma = I/d (Fig. 3c)."""
 
-    def direction(self, f: ValueFunction, phi: Tensor, past: Tensor, rng: Generator) -> Tensor:
-        """Return u_t, ``n x d``."""
-        return es_direction(f, phi, past[..., :0, :], generator=rng, count=self.count, variance=self.variance)
+    def __call__(self, f: ValueFunction, recipe: Any, setting: Any, rng: Generator, even_untrusted: bool) -> Policy:
+        """Return the step rule of one rollout, of the metric step alone."""
+
+        def moved(phi: Tensor, history: Tensor, step: int) -> Tensor:
+            none = history[..., :0, :]
+            u = es_direction(f, phi, none, generator=rng, count=self.count, variance=self.variance)
+            return phi - setting[1] * u
+
+        return moved
 
 
 def run_seed(

@@ -147,7 +147,7 @@ class AlgorithmS1(LearningStrategy):
         context.callback.stage("meta-test")
         path = self.meta_test(task, learned, seed=context.seed)
         loss_only = finetune(task, LossStep(self.lr), self.steps, context.seed)
-        return guarded(task, "learned", path, loss_only, fit.visited, confidence=context.confidence)
+        return guarded(task, fit, "learned", path, loss_only, context.confidence, [])
 
     def new_rule(self, seed: int) -> UpdateRule:
         """Return the optimizer that training begins with."""

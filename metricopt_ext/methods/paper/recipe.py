@@ -1,6 +1,7 @@
 """Learn a value function from rounds of finetuning, then follow it: for many starts. Algorithm 1 is such a recipe."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -113,20 +114,15 @@ class GuidedESSteps:
     ) -> Policy:
         """Return the step rule of one rollout (see `Follow`)."""
         weight, metric_step = setting
-        past: list[Tensor] = []
+        past, k = deque[Tensor](maxlen=self.history), None if self.history_grows else self.history
 
         def moved(phi: Tensor, history: Tensor, step: int) -> Tensor:
-            loss_step = recipe.lr * history[..., -1, :]
-            past[:] = [*past, loss_step][-self.history :]
-            u = self.direction(f, phi, torch.stack(past, -2), rng)  # lines 11-13
-            return phi - weight * loss_step - metric_step * u  # line 14
+            past.append(recipe.lr * history[..., -1, :])
+            steps = torch.stack([*past], -2)
+            u = es_direction(f, phi, steps, generator=rng, count=self.count, variance=self.variance, k=k)  # lines 11-13
+            return phi - weight * past[-1] - metric_step * u  # line 14
 
         return moved
-
-    def direction(self, f: ValueFunction, phi: Tensor, past: Tensor, rng: Generator) -> Tensor:
-        """Return u_t, ``n x d``, at phi, ``n x d``, given the loss's past k steps, ``n x k x d``."""
-        k = None if self.history_grows else self.history
-        return es_direction(f, phi, past, generator=rng, count=self.count, variance=self.variance, k=k)
 
 
 def by_adam(policy: Policy) -> Policy:
@@ -353,17 +349,17 @@ def meta_train(
         BudgetError, MetricError: As from the metric; finished trajectories are in the store.
     """
     kept, callback, device = TrajectoryStore() if store is None else store, callback or Callback(), task.origin().device
-
-    def policy(fit: Fit | None, chunk: Sequence[int]) -> Policy:
-        """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
-        if fit is None:
-            return recipe.loss_only()
-        setting = recipe.explored_settings(seed, chunk).to(fit.f.radius).split(1, 1)
-        return recipe.policy(fit.f, setting, seed=seed, index=chunk[0], even_untrusted=True)
+    settings = {name: getattr(recipe, name) for name in ("start_std", "steps", "evals", "ends")}
 
     def collect_round(round: int, indices: Sequence[int], fit: Fit | None) -> list[Trajectory]:
-        settings = {name: getattr(recipe, name) for name in ("start_std", "steps", "evals", "ends")}
-        collect(task, kept, partial(policy, fit), round=round, indices=indices, seed=seed, **settings)
+        def policy(chunk: Sequence[int]) -> Policy:
+            """Round 0 follows the loss; later rounds follow f, trusted or not: this is how it gets corrected."""
+            if fit is None:
+                return recipe.loss_only()
+            setting = recipe.explored_settings(seed, chunk).to(fit.f.radius).split(1, 1)
+            return recipe.policy(fit.f, setting, seed=seed, index=chunk[0], even_untrusted=True)
+
+        collect(task, kept, policy, round=round, indices=indices, seed=seed, **settings)
         return [trajectory for trajectory in kept if trajectory.round <= round]
 
     with task.metric.calling(callback.answered):
@@ -464,41 +460,30 @@ def tune_start(
     weights = recipe.settings[0] if setting is None else checked_setting(setting)
     check_integer(0, index=index, seed=seed)
 
-    def follow(policy: Policy) -> Tensor:
-        return finetune(task, policy, recipe.steps, seed, start, index)
-
-    def under(f: ValueFunction, even_untrusted: bool = False) -> Tensor:
-        return follow(recipe.policy(f, weights, seed=seed, index=index, even_untrusted=even_untrusted))
-
+    tuned = partial(finetune, task, steps=recipe.steps, seed=seed, start=start, index=index)
+    under = partial(recipe.policy, setting=weights, seed=seed, index=index)
     with task.metric.calling(callback.answered):
         callback.stage("finetune")
-        loss_only, path = follow(recipe.loss_only()), under(fit.f)
+        loss_only, path = tuned(recipe.loss_only()), tuned(under(fit.f))
         # With half the data f may look untrusted; not following it here would show no optimism at all.
-        crossed = [under(f, even_untrusted=True)[-1] for f in fit.half_fits] if fit.f.trusted else []
+        crossed = [tuned(under(f, even_untrusted=True))[-1] for f in fit.half_fits] if fit.f.trusted else []
         callback.stage("guard")
-        return guarded(task, "metricopt", path, loss_only, fit.visited, crossed=crossed, confidence=guard_confidence)
+        return guarded(task, fit, "metricopt", path, loss_only, guard_confidence, crossed)
 
 
 def guarded(
-    task: FinetuneTask,
-    name: str,
-    path: Tensor,
-    loss_only: Tensor,
-    visited: Sequence[Evaluation],
-    *,
-    crossed: Sequence[Tensor] = (),
-    confidence: float = CONFIDENCE,
+    task: FinetuneTask, fit: Fit, name: str, path: Tensor, loss_only: Tensor, confidence: float, crossed: list[Tensor]
 ) -> Tuned:
     """Keep the end of a path from a start, that of the loss alone, or the start; a query for each that differs.
 
     Args:
         task: Model and metric.
+        fit: What was learned, with the metric's evaluations where finetuning goes.
         name: Of the path's end among the candidates.
         path: The phi visited from the start on, ``(T + 1) x d``.
         loss_only: Those of the same number of steps on the loss alone.
-        visited: The metric's evaluations made before, where finetuning goes.
-        crossed: Ends found with half of the metric's data each, ``d``; a query each tells how optimistic the gain is.
         confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
+        crossed: Ends found with half of the metric's data each, ``d``; a query each tells how optimistic the gain is.
     """
     ends = {"start": path[0], "loss_finetune": loss_only[-1], name: path[-1]}
     evaluations: dict[str, Evaluation] = {}
@@ -506,7 +491,7 @@ def guarded(
         same = next((other for other in evaluations if torch.equal(ends[other], phi)), None)
         evaluations[end] = evaluations[same] if same else task.evaluate(phi, "guard", f"end guard, {end}")
     halves = [task.evaluate(phi, "guard", f"cross-check, half {half}") for half, phi in enumerate(crossed)]
-    decision = decide_among(evaluations, visited, confidence, {name: optimism_of_gain(halves)})
+    decision = decide_among(evaluations, fit.visited, confidence, {name: optimism_of_gain(halves)})
     return Tuned(ends, evaluations, decision.kept, decision.verdict, path)
 
 
