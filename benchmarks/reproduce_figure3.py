@@ -117,7 +117,8 @@ class MetricOnly(GuidedESSteps):
         def moved(phi: Tensor, history: Tensor, step: int) -> Tensor:
             none = history[..., :0, :]
             u = es_direction(f, phi, none, generator=rng, count=self.count, variance=self.variance)
-            return phi - setting[1] * u
+            after: Tensor = phi - setting[1] * u
+            return after
 
         return moved
 

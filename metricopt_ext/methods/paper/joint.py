@@ -7,10 +7,9 @@ and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from metricopt_ext.methods.paper.recipe import (
 )
 from metricopt_ext.methods.strategy import LearningStrategy, Plan, Tuned
 from metricopt_ext.runtime.progress import Callback
-from metricopt_ext.search.learned import UpdateRule, unroll
+from metricopt_ext.search.learned import CostAt, UpdateRule, unroll
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.split_half import evaluations_where_used
@@ -38,9 +37,7 @@ from metricopt_ext.utils.words import brief
 from metricopt_ext.value.fitting import Fit, measure
 from metricopt_ext.value.observations import Labeller, Observations
 from metricopt_ext.value.reptile import ReptileLearner
-from metricopt_ext.value.value_function import NeuralValueFunction
-
-Estimator = Literal["combined", "score"]
+from metricopt_ext.value.value_function import NeuralValueFunction, ValueFunction
 
 VARIANCE = 0.01  # epsilon^2 of Eq. 7
 CLIP = 10.0  # largest length of a gradient
@@ -48,6 +45,9 @@ REPLAY = 256  # latest tasks that f is adapted from
 
 FLOOR = 1e-3  # added to a loss before its logarithm is taken
 COST_FLOOR = 1e-2  # least size of a cost that Eq. 6 divides by: f may well predict one of 0 or below
+
+# cost(phi, step, due): the costs at a step, ``n``, given phi there, ``n x d``; those of runs that are not due have no say.
+Observe = Callable[[Tensor, int, Tensor], Tensor]
 
 # Task indices from here on are unrolled to train the optimizer, and never observed.
 UNROLLED = 2 * FRESH
@@ -94,7 +94,7 @@ class AlgorithmS1(LearningStrategy):
     updates: int = 1
     pairs: int = 8
     rate: float = 3e-3
-    estimator: Estimator = "combined"
+    estimator: Literal["combined", "score"] = "combined"
     value: ReptileLearner = field(default=ReptileLearner())
     labels: Labeller = Observations.of
     sees_loss: bool = True
@@ -114,7 +114,7 @@ class AlgorithmS1(LearningStrategy):
         check_at_least(0, start_std=self.start_std)
         check_above(0, rate=self.rate, step=self.step, lr=self.lr)
         observation_steps(self.steps, self.evals, 0, 0)  # refuses what it can't draw
-        if self.estimator not in get_args(Estimator):
+        if self.estimator not in ("combined", "score"):
             raise ValueError(f"estimator is {self.estimator!r}; it must be 'combined' or 'score'")
         check_bool(sees_loss=self.sees_loss, sees_metric=self.sees_metric)
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
@@ -184,7 +184,7 @@ class AlgorithmS1(LearningStrategy):
             BudgetError, MetricError: As from the metric; finished trajectories are in the store.
         """
         check_integer(1, iterations=iterations)
-        if self.estimator != "score":  # before a query is spent
+        if self.estimator == "combined":  # before a query is spent
             task.check_loss(seed, 2, differentiable=True)
         kept, callback = TrajectoryStore() if store is None else store, callback or Callback()
         device = task.origin().device
@@ -228,16 +228,14 @@ class AlgorithmS1(LearningStrategy):
             rule: The optimizer.
             seed: Seed of the batches and of the steps at which the metric is evaluated.
         """
-        observed = observation_steps(self.steps, self.evals, seed, FRESH)[:-1].tolist() if rule.sees_metric else []
-        cost = torch.full((1,), torch.nan, dtype=torch.float64)
 
-        def cost_at(phi: Tensor, step: int) -> Tensor:
-            if step in observed:
-                cost[0] = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost
-            return task.metric.normalised(cost).to(phi)
+        def cost(phi: Tensor, step: int, due: Tensor) -> Tensor:
+            asked = rule.sees_metric and step < self.steps  # the end is asked for by the guard
+            value = task.evaluate(phi[0], "meta_test", f"meta-test, step {step}").cost if asked else math.nan
+            return torch.tensor([value], dtype=torch.float64)
 
-        points, _ = unroll(task, rule, task.origin()[None], cost_at, steps=self.steps, seed=seed, indices=[FRESH])
-        return points[0]
+        known = self.last_observed(task, cost, seed, [FRESH])
+        return unroll(task, rule, task.origin()[None], known, steps=self.steps, seed=seed, indices=[FRESH])[0][0]
 
     def collect(
         self, task: FinetuneTask, rule: UpdateRule, store: TrajectoryStore, *, iteration: int, seed: int
@@ -245,39 +243,51 @@ class AlgorithmS1(LearningStrategy):
         """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
         indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
         kept = {index: each for index in indices if (each := store.get(iteration, index)) is not None}
-        if len(kept) == self.tasks:
-            return [*kept.values()]
-        observed = [observation_steps(self.steps, self.evals, seed, index) for index in indices]
-        known = [iter(kept[index].evaluations if index in kept else ()) for index in indices]
+        before = [iter(kept[index].evaluations if index in kept else ()) for index in indices]
         told: list[list[Evaluation]] = [[] for _ in indices]
-        costs = torch.full((self.tasks,), torch.nan, dtype=torch.float64)
 
-        def cost_at(phi: Tensor, step: int) -> Tensor:
-            for row, index in enumerate(indices):
-                if step in observed[row]:
-                    where = f"meta-iteration {iteration}, task {index}, step {step}; {len(store)} trajectories kept"
-                    told[row].append(next(known[row], None) or task.evaluate(phi[row], "collect", where))
-                    costs[row] = told[row][-1].cost
-            return task.metric.normalised(costs).to(phi)
+        def cost(phi: Tensor, step: int, due: Tensor) -> Tensor:
+            for row in due.nonzero().flatten().tolist():
+                where = f"meta-iteration {iteration}, task {indices[row]}, step {step}; {len(store)} trajectories kept"
+                told[row].append(next(before[row], None) or task.evaluate(phi[row], "collect", where))
+            return torch.tensor([each[-1].cost if each else math.nan for each in told], dtype=torch.float64)
 
         starts = task.starts(self.start_std, seed, indices)
-        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, seed=seed, indices=indices)
+        known = self.last_observed(task, cost, seed, indices)
+        points, losses = unroll(task, rule, starts, known, steps=self.steps, seed=seed, indices=indices)
         for row, index in enumerate(indices):
             if index not in kept:
-                run = points[row].cpu(), losses[row].cpu(), observed[row], tuple(told[row]), task.adapter.signature
+                observed = observation_steps(self.steps, self.evals, seed, index)
+                run = points[row].cpu(), losses[row].cpu(), observed, tuple(told[row]), task.adapter.signature
                 kept[index] = Trajectory(iteration, index, *run)
                 store.add(kept[index])
         return [kept[index] for index in indices]
 
+    def last_observed(self, task: FinetuneTask, cost: Observe, seed: int, indices: Sequence[int]) -> CostAt:
+        """Return what a rule is told of the metric in n runs: the cost at the last of the K steps of line 3.
+
+        Args:
+            task: Has the metric.
+            cost: Observes it.
+            seed: Seed of the steps at which it is observed.
+            indices: The n task indices.
+        """
+        observed = torch.zeros(self.steps + 1, len(indices), dtype=torch.bool)
+        for row, index in enumerate(indices):
+            observed[observation_steps(self.steps, self.evals, seed, index), row] = True
+        known = torch.full((len(indices),), math.nan)
+
+        def cost_at(phi: Tensor, step: int) -> Tensor:
+            nonlocal known
+            due = observed[step].to(phi.device)
+            if due.any():
+                known = task.metric.normalised(cost(phi, step, due)).to(phi).where(due, known.to(phi))
+            return known
+
+        return cost_at
+
     def objective_of(
-        self,
-        task: FinetuneTask,
-        rule: UpdateRule,
-        f: NeuralValueFunction,
-        weights: Tensor,
-        *,
-        seed: int,
-        indices: Sequence[int],
+        self, task: FinetuneTask, rule: UpdateRule, f: ValueFunction, weights: Tensor, seed: int, indices: Sequence[int]
     ) -> Tensor:
         """Return L_opt of n finetuning runs under some weights, ``...``, with f in place of the metric (Eq. 6).
 
@@ -289,33 +299,16 @@ class AlgorithmS1(LearningStrategy):
             seed: Seed of starts, batches and the steps at which the metric is known.
             indices: The n task indices.
         """
-        observed = torch.zeros(len(indices), self.steps + 1, dtype=torch.bool, device=weights.device)
-        for row, index in zip(observed, indices, strict=True):
-            row[observation_steps(self.steps, self.evals, seed, index)] = rule.sees_metric
-        starts = task.starts(self.start_std, seed, indices)
-        known = starts.new_full((len(indices),), torch.nan)
-
-        def cost(phi: Tensor) -> Tensor:
-            predicted: Tensor = f(phi)
-            return task.metric.normalised(predicted)
-
-        def cost_at(phi: Tensor, step: int) -> Tensor:
-            nonlocal known
-            due = observed[:, step]
-            known = cost(phi).to(phi).where(due, known) if due.any() else known
-            return known
-
-        differentiable, of_each = weights.requires_grad, weights.flatten(0, -2)
-        drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": differentiable}
-        points, losses = unroll(task, rule, starts, cost_at, steps=self.steps, weights=of_each, **drawn)
+        starts, of_each = task.starts(self.start_std, seed, indices), weights.flatten(0, -2)
+        known = self.last_observed(task, lambda phi, step, due: f(phi), seed, indices)
+        drawn: dict[str, Any] = {"seed": seed, "indices": indices, "differentiable": weights.requires_grad}
+        points, losses = unroll(task, rule, starts, known, steps=self.steps, weights=of_each, **drawn)
         with torch.enable_grad():
             last, _ = task.loss_and_gradient(points[:, -1], step=self.steps, **drawn)
-        with nullcontext() if differentiable else torch.no_grad():
-            return learned_objective(cost(points), torch.cat([losses, last[:, None]], 1)).view(weights.shape[:-1])
+        costs = task.metric.normalised(f(points))
+        return learned_objective(costs, torch.cat([losses, last[:, None]], 1)).view(weights.shape[:-1])
 
-    def gradient(
-        self, task: FinetuneTask, rule: UpdateRule, f: NeuralValueFunction, *, seed: int, update: int
-    ) -> Tensor:
+    def gradient(self, task: FinetuneTask, rule: UpdateRule, f: ValueFunction, *, seed: int, update: int) -> Tensor:
         """Estimate the gradient of Eq. 7 in the optimizer's weights, ``W``.
 
         Pairs are unrolled in parts of ``task.at_once`` runs.
@@ -330,7 +323,7 @@ class AlgorithmS1(LearningStrategy):
         rng = generator(seed, "weights", update)
         noise = torch.randn(self.pairs, len(rule.weights), generator=rng).to(rule.weights)
         tasks = range(UNROLLED + update * self.pairs, UNROLLED + (update + 1) * self.pairs)
-        at_once, std, differentiate = max(1, task.at_once // 2), VARIANCE**0.5, self.estimator != "score"
+        at_once, std, differentiate = max(1, task.at_once // 2), VARIANCE**0.5, self.estimator == "combined"
         parts = []
         for at in range(0, self.pairs, at_once):
             both, of_some = [*tasks[at : at + at_once]] * 2, noise[at : at + at_once]

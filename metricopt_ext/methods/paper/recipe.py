@@ -20,15 +20,7 @@ from metricopt_ext.search.optimizer import LossStep, MetricOptStep
 from metricopt_ext.tasks.evaluation import Evaluation
 from metricopt_ext.tasks.split_half import evaluations_where_used, optimism_of_gain, seen_on_half
 from metricopt_ext.tasks.task import FinetuneTask
-from metricopt_ext.tasks.trajectories import (
-    Ends,
-    Policy,
-    Trajectory,
-    TrajectoryStore,
-    collect,
-    observation_steps,
-    rollout,
-)
+from metricopt_ext.tasks.trajectories import Policy, Trajectory, TrajectoryStore, collect, observation_steps, rollout
 from metricopt_ext.tasks.undone import undone_if_cut_short
 from metricopt_ext.utils.checks import check_above, check_at_least, check_bool, check_instance, check_integer
 from metricopt_ext.utils.seeding import generator
@@ -189,7 +181,7 @@ class Recipe(LearningStrategy):
     learner: Learner = field(default=NeuralLearner())
     follow: Follow = along_gradient
     optimizer: Literal["sgd", "adam"] = "sgd"
-    ends: Ends = "observed"
+    ends: Literal["observed", "random"] = "observed"
     ensemble: bool = True
 
     def __post_init__(self) -> None:
