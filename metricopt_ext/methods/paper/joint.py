@@ -1,4 +1,4 @@
-"""Joint training of a value function and an optimizer (supplement B, Algorithm S1).
+"""Joint training of a value function and an optimizer (supplement B, Algorithm S1, Eqs. 6 and 7).
 
 The paper leaves open what the inputs of Eq. 5 are scaled by, where the metric among them comes from at meta-testing,
 and the rate of Adam on the optimizer's weights; `AlgorithmS1` says how they are read here.
@@ -46,7 +46,7 @@ REPLAY = 256  # latest tasks that f is adapted from
 FLOOR = 1e-3  # added to a loss before its logarithm is taken
 COST_FLOOR = 1e-2  # least size of a cost that Eq. 6 divides by: f may well predict one of 0 or below
 
-# cost(phi, step, due): the costs at a step, ``n``, given phi there, ``n x d``; those of runs that are not due have no say.
+# cost(phi, step, due): the costs at a step, ``n``, given phi there, ``n x d``; runs that are not due have no say.
 Observe = Callable[[Tensor, int, Tensor], Tensor]
 
 # Task indices from here on are unrolled to train the optimizer, and never observed.

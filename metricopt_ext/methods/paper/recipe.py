@@ -265,9 +265,8 @@ class Recipe(LearningStrategy):
 
     def learn(self, task: FinetuneTask, context: Plan) -> tuple[tuple[float, float], Fit]:
         """Return how boldly to follow f, and f (see `LearningStrategy`)."""
-        tasks, seed, callback = context.size["tasks"], context.seed, context.callback
-        store = context.folder.trajectories
-        fit = meta_train(task, tasks=tasks, recipe=self, seed=seed, store=store, callback=callback)
+        seed, store, callback = context.seed, context.folder.trajectories, context.callback
+        fit = meta_train(task, **context.size, recipe=self, seed=seed, store=store, callback=callback)
         callback.stage("choose settings")
         return choose_setting(task, fit, self, seed), fit
 
