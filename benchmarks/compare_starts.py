@@ -174,8 +174,7 @@ def runs_of(
         outcome = tune_start(
             task,
             fit,
-            recipe=recipe,
-            setting=setting,
+            recipe=replace(recipe, settings=(setting,)),
             start=start,
             index=NEW + seed - ready.seed,
             guard_confidence=config.guard.confidence,

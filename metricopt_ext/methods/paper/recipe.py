@@ -53,19 +53,6 @@ Follow = Callable[[ValueFunction, "Recipe", Setting, Generator, bool], Policy]
 Collect = Callable[[int, Sequence[int], Fit | None], Sequence[Trajectory]]
 
 
-def checked_setting(pair: Sequence[float]) -> tuple[float, float]:
-    """Return a pair of numbers, a loss weight and a metric step.
-
-    Raises:
-        ValueError: It is no pair, or a number in it is not finite or below 0.
-    """
-    if not isinstance(pair, Sized) or len(pair) != 2:
-        raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
-    loss_weight, metric_step = pair
-    check_at_least(0, loss_weight=loss_weight, metric_step=metric_step)
-    return loss_weight, metric_step
-
-
 def along_gradient(
     f: ValueFunction, recipe: "Recipe", setting: Setting, rng: Generator, even_untrusted: bool
 ) -> MetricOptStep:
@@ -197,7 +184,11 @@ class Recipe(LearningStrategy):
         observation_steps(self.steps, self.evals, 0, 0, ends=self.ends)  # refuses what it can't draw
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
-        object.__setattr__(self, "settings", tuple(map(checked_setting, self.settings)))
+        for pair in self.settings:
+            if not isinstance(pair, Sized) or len(pair) != 2:
+                raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
+            check_at_least(0, loss_weight=pair[0], metric_step=pair[1])
+        object.__setattr__(self, "settings", tuple(map(tuple, self.settings)))
         check_instance("GaussianProcessLabels()", optional=False, labels=self.labels)
         check_instance("NeuralLearner()", optional=False, learner=self.learner)
         check_instance("GuidedESSteps()", optional=False, follow=self.follow)
@@ -272,8 +263,9 @@ class Recipe(LearningStrategy):
 
     def tuned(self, task: FinetuneTask, fit: Fit, learned: tuple[float, float], context: Plan) -> Tuned:
         """Follow f from phi = 0 (see `LearningStrategy`)."""
-        seed, callback, sure = context.seed, context.callback, context.confidence
-        return tune_start(task, fit, recipe=self, setting=learned, guard_confidence=sure, seed=seed, callback=callback)
+        recipe, sure = replace(self, settings=(learned,)), context.confidence
+        seed, callback = context.seed, context.callback
+        return tune_start(task, fit, recipe=recipe, guard_confidence=sure, seed=seed, callback=callback)
 
 
 def gaussian_process_labels() -> Labeller:
@@ -416,7 +408,6 @@ def tune_start(
     fit: Fit,
     *,
     recipe: Recipe = DEFAULT,
-    setting: tuple[float, float] | None = None,
     start: Tensor | None = None,
     index: int = FRESH,
     guard_confidence: float = CONFIDENCE,
@@ -433,8 +424,7 @@ def tune_start(
         task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
         fit: The value function with its held-out quality; without skill a recipe's default does not follow it. For one
             from a file, ``Fit(load_value_function(path))``, on phi's device, the ends alone show how large chance is.
-        recipe: How the start is tuned.
-        setting: How boldly f is followed; by default the recipe's first.
+        recipe: How the start is tuned: f is followed by the first of its settings.
         start: phi_0, ``d``; by default 0, the model as it was trained.
         index: The task index, for the batches; a different one for each start.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
@@ -443,16 +433,15 @@ def tune_start(
 
     Raises:
         ValueFunctionError: f was fitted for another adapter.
-        ValueError: ``setting``, ``index`` or ``seed`` is out of range, or the metric is subject to constraints.
+        ValueError: ``index`` or ``seed`` is out of range, or the metric is subject to constraints.
     """
     check_constraints(task.metric, "tune_start")
     fit.f.check_fits(task.adapter.signature)
     callback = callback or Callback()
-    weights = recipe.settings[0] if setting is None else checked_setting(setting)
     check_integer(0, index=index, seed=seed)
 
     tuned = partial(finetune, task, steps=recipe.steps, seed=seed, start=start, index=index)
-    under = partial(recipe.policy, setting=weights, seed=seed, index=index)
+    under = partial(recipe.policy, setting=recipe.settings[0], seed=seed, index=index)
     with task.metric.calling(callback.answered):
         callback.stage("finetune")
         loss_only, path = tuned(recipe.loss_only()), tuned(under(fit.f))

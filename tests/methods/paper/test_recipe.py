@@ -57,6 +57,7 @@ def backwards(data: Observations, fold: Tensor, folds: int, seed: int) -> Any:
         ("evals", 12, ("12", "10", "11")),
         ("settings", ((0.1, 0.2, 0.3),), ("settings", "0.1")),
         ("settings", ((-0.3, 0.1),), ("loss_weight", "-0.3")),
+        ("settings", ((0.3, math.nan),), ("metric_step", "nan")),
         ("learner", "neural", ("learner", "neural", "NeuralLearner()")),
         ("learner", QuadraticLearner, ("learner", "QuadraticLearner")),
         ("labels", GaussianProcessLabels, ("labels", "GaussianProcessLabels")),
@@ -211,7 +212,7 @@ def test_each_half_of_the_metrics_data_gets_an_f_of_its_own(quadratic: Callable[
         torch.testing.assert_close(f(phi), alone(phi), rtol=1e-4, atol=1e-4)
 
 
-ALONE = replace(RECIPE, trials=0)
+ALONE = replace(RECIPE, trials=0, settings=((0.2, 0.3),))
 
 
 def learned(task: Any, recipe: Recipe = ALONE, seed: int = 0) -> Fit:
@@ -224,7 +225,7 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
     fit = learned(task)
     assert fit.f.trusted
     spent = task.metric.ledger.spent
-    tuned = tune_start(task, fit, recipe=ALONE, setting=(0.2, 0.3), start=start, index=FRESH + 5, seed=2)
+    tuned = tune_start(task, fit, recipe=ALONE, start=start, index=FRESH + 5, seed=2)
     expected = finetune(task, ALONE.policy(fit.f, (0.2, 0.3)), 10, 2, start, FRESH + 5)
     assert torch.equal(tuned.ends["start"], expected[0])
     assert torch.equal(tuned.ends["metricopt"], expected[-1])
@@ -235,7 +236,7 @@ def test_ends_are_those_of_the_step_rules(quadratic: Callable[..., Any], start: 
 
 def test_arguments_out_of_range_cost_no_query(quadratic: Callable[..., Any]) -> None:
     task, f = quadratic(), Quadratic(4, 2)
-    wrong = ({"setting": (0.3, math.nan)}, "metric_step"), ({"index": 1.5}, "index"), ({"seed": -1}, "seed")
+    wrong = ({"index": 1.5}, "index"), ({"seed": -1}, "seed")
     for given, name in wrong:
         assert_refused(lambda given=given: tune_start(task, Fit(f), recipe=ALONE, **given), ValueError, name)
     assert_refused(lambda: meta_train(task, tasks=1, recipe=RECIPE), ValueError, "tasks", 1)
@@ -282,7 +283,7 @@ def test_a_metric_of_two_halves_is_cross_checked(quadratic: Callable[..., Any], 
     if not trusted:
         for f in fit.half_fits:
             f.quality = None
-    tuned = tune_start(task, fit, recipe=ALONE, setting=(0.2, 0.3))
+    tuned = tune_start(task, fit, recipe=ALONE)
     assert task.metric.ledger.spent - before == 5 == ALONE.start_queries
     a, b = (torch.stack([((end - goal) ** 2).sum() for goal in goals]) for end in ends)
     crossed = float((a[1] - a[0]) + (b[0] - b[1])) / 4
