@@ -439,7 +439,6 @@ def tune_start(
     fit.f.check_fits(task.adapter.signature)
     callback = callback or Callback()
     check_integer(0, index=index, seed=seed)
-
     tuned = partial(finetune, task, steps=recipe.steps, seed=seed, start=start, index=index)
     under = partial(recipe.policy, setting=recipe.settings[0], seed=seed, index=index)
     with task.metric.calling(callback.answered):
