@@ -279,9 +279,10 @@ class AlgorithmS1(LearningStrategy):
 
         def cost_at(phi: Tensor, step: int) -> Tensor:
             nonlocal known
-            due = observed[step].to(phi.device)
+            due = observed[step]
             if due.any():
-                known = task.metric.normalised(cost(phi, step, due)).to(phi).where(due, known.to(phi))
+                now = task.metric.normalised(cost(phi, step, due)).to(phi)
+                known = now.where(due.to(phi.device), known.to(phi))
             return known
 
         return cost_at
