@@ -49,7 +49,6 @@ from metricopt_ext.experiment.program_switches import (
     print_settings,
     read_scores,
     show_end,
-    told_of_guard,
     told_of_settings,
     unguarded,
 )
@@ -333,11 +332,7 @@ def report(
     content = {
         "task": "checkpoint",
         "metric": {"name": result.metric, "maximize": one.maximize},
-        "before": result.before,
-        "after": result.after,
-        "best": result.best,
-        "kept": result.chosen,
-        **told_of_guard(result, result.chosen),
+        **{key: each for key, each in result.to_json().items() if key not in ("metric", "queries")},
         "queries": queries,
         "failed": tuned.failed,
         "seconds": seconds,

@@ -13,7 +13,7 @@ from metricopt_ext.experiment.program_trials import NAME
 from metricopt_ext.experiment.settings_run import AFTER, BEFORE, SettingsOutcome
 from metricopt_ext.experiment.style import print_table
 from metricopt_ext.methods.guard import Guard
-from metricopt_ext.methods.result import Result
+from metricopt_ext.methods.result import told_of_guard
 from metricopt_ext.plain import plain
 from metricopt_ext.tasks.combine import Combination
 from metricopt_ext.tasks.constraints import parse_constraints
@@ -286,23 +286,6 @@ def told_of_settings(settings: ProgramSettings, tuned: SettingsOutcome) -> dict[
         "failed": tuned.failed,
         "seconds of a trial": {"before": tuned.before.seconds, "after": tuned.after.seconds},
     }
-
-
-def told_of_guard(found: Result | SettingsOutcome, kept: str) -> dict[str, Any]:
-    """Return what a report says of what the number is made of, of other numbers, of limits and of the guard.
-
-    Args:
-        found: What a run found.
-        kept: The name of what was kept.
-    """
-    parts = {
-        part: {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
-        for part, pairs in (("outcomes", found.made_of), ("also", found.also))
-        if pairs
-    }
-    verdict, limits = found.verdict, {} if found.constrained is None else found.constrained.to_json(kept)
-    guard = {"by": verdict.guard, "chance": verdict.chance, "optimism": verdict.optimism, "needed": verdict.needed}
-    return {**parts, **limits, "guard": {**guard, "held out": found.holdout}}
 
 
 def as_written(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -26,11 +26,20 @@ KEPT = {
     "part": "a part of the way to the end of the search",
     "settings": "the tuned settings of inference",
     "learned": "the learned optimizer's end",
+    "batchnorm": "BatchNorm re-estimated",
+    "whitening": "whitened embeddings",
+    "lda_whitening": "embeddings whitened within classes",
+    "batchnorm_line": "BatchNorm's statistics mixed with the deployment's",
+    "prior": "logits adjusted by the priors",
+    "prior_twice": "logits adjusted by the priors at twice the strength",
+    "prior_line": "logits adjusted by the priors as strongly as the metric prefers",
+    "thresholds": "thresholds that predict each label as often as it occurs",
+    "costs": "logits adjusted by what errors cost",
 }
 
 
 def kept(name: str) -> str:
-    """Return the words for what was kept; a start goes by its name."""
+    """Return the words for what was kept; a user's own start goes by its name."""
     return KEPT.get(name, f"the start {name!r}")
 
 
@@ -138,10 +147,19 @@ class Result:
             lines.append(f"nothing tells how much of the gain is chance: {remedy}")
         if len(self.starts) > 1:
             shown = ", ".join(f"{name}{self._strength(name)} {decimals(value)}" for name, value in self.starts.items())
-            lines.append(f"the search began from {kept(self.started_at)} ({shown})")
+            lines.append(f"the search began from {kept(self.started_at)}, {self._why_there()} ({shown})")
         if self.against != "start":
             lines.append(without_verdict(self.against))
         return lines + self.on_search()
+
+    def _why_there(self) -> str:
+        broken = () if self.constrained is None else self.constrained.violated["start"]
+        if broken and self.started_at != "start":
+            return f"as the model as it was violates {' and '.join(broken)}"
+        sign = self.evaluations["start"].sign
+        best = min(sign * value for value in self.starts.values()) == sign * self.starts[self.started_at]
+        by_value = best and all(each.noise is None and not each.pairs for each in self.evaluations.values())
+        return "the best by its value alone" if by_value else "as no other surely gains on it"
 
     def findings(self) -> list[str]:
         """Say what became of all else than the metric, and why the best candidate was not kept."""
@@ -169,6 +187,11 @@ class Result:
         if self.promised is not None:
             lines.append(f"the outcomes' own losses promised {self.promised:.0%} of how they varied")
         return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outcome as plain data: the numbers that `lines` tell of."""
+        numbers = {"metric": self.metric, "before": self.before, "after": self.after, "best": self.best}
+        return {**numbers, "kept": self.chosen, **told_of_guard(self, self.chosen), "queries": self.queries}
 
     def card(self, adapter: Adapter) -> str:
         """Return a card in Markdown, as model hubs show it: what was tuned, what came of it, and how it is loaded.
@@ -271,6 +294,23 @@ class Result:
         if self.verdict.gain - self.verdict.optimism > (self.verdict.needed or 0):
             return "f, which has learned from all queries, does not expect it to be that much better"
         return with_so_little_data(self.verdict)
+
+
+def told_of_guard(found: Any, kept: str) -> dict[str, Any]:
+    """Return what a report says of what the number is made of, of other numbers, of limits and of the guard.
+
+    Args:
+        found: A `Result`, or another that has its attributes.
+        kept: The name of what was kept.
+    """
+    parts = {
+        part: {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
+        for part, pairs in (("outcomes", found.made_of), ("also", found.also))
+        if pairs
+    }
+    verdict, limits = found.verdict, {} if found.constrained is None else found.constrained.to_json(kept)
+    guard = {"by": verdict.guard, "chance": verdict.chance, "optimism": verdict.optimism, "needed": verdict.needed}
+    return {**parts, **limits, "guard": {**guard, "held out": found.holdout}}
 
 
 def without_verdict(name: str) -> str:

@@ -99,7 +99,7 @@ def test_a_start_without_a_verdict_is_named(report: Callable[..., Report]) -> No
     assert not any("verdict" in line for line in made.on_guard())
     records = [replace(each, against="whitening", settings={"whitening": (0.0, 0.5)}) for each in made.records[:2]]
     (line,) = (line for line in replace(made, records=[*records, made.records[2]]).on_guard() if "no verdict" in line)
-    assert "2 of 3 seeds the start 'whitening'" in line
+    assert "2 of 3 seeds whitened embeddings" in line
 
 
 # --- What the metric is made of ------------------------------------------------------------------------------------

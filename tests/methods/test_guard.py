@@ -398,6 +398,25 @@ def test_a_start_is_kept_only_if_it_surely_gains_by_all_that_was_asked(
     assert (result.started_at, result.chosen) == ("near", kept)
 
 
+def test_a_result_says_why_a_search_began_where_it_did(quadratic: Make) -> None:
+    """By value of plain numbers; for a limit that the trained model breaks; not by a value that nobody is sure of."""
+
+    def began(told: Any, **options: Any) -> str:
+        task = quadratic()
+        metric = Metric(
+            lambda: told(float(task.adapter.phi.abs().sum())), maximize=True, bounds=None, name="m", **options
+        )
+        result = go(task.judged_by(metric), strategy=RandomSearch(), starts={"near": Start(0.1 * task.goal)})
+        (line,) = (line for line in result.lines() if line.startswith("the search began"))
+        return line
+
+    assert "the best by its value alone" in began(lambda moved: moved)
+    broken = began(lambda moved: {"m": -moved, "size": moved}, subject_to={"size": ">= 0.01"})
+    assert "'near'" in broken
+    assert "violates size" in broken
+    assert "no other surely gains" in began(lambda moved: (moved, (0.1, 0.2) if moved else (math.nan, 0.1)))
+
+
 def test_of_plain_numbers_and_of_repeats() -> None:
     assert chosen({"trained": Evaluation(50.0), "prior": Evaluation(49.9)}) == "prior"
     noisy = {"trained": Evaluation(50.0, noise=1.0), "prior": Evaluation(49.0, noise=1.0)}
@@ -1121,6 +1140,8 @@ def test_the_start_that_a_search_began_from_is_a_candidate(quadratic: Make) -> N
     assert list(result.holdout) == ["start", "near", "search"]
     assert (result.chosen, result.after) == ("near", result.starts["near"])
     assert torch.equal(task.adapter.phi, near)
+    (began,) = (line for line in result.lines() if line.startswith("the search began"))
+    assert began in go(quadratic(), starts=starts).lines()  # by its value alone, whatever judged the end
 
 
 def test_what_can_not_judge_a_run_is_refused_before_any_query(quadratic: Make, tmp_path: Path) -> None:
