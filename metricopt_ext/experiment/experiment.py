@@ -191,7 +191,7 @@ class Experiment(ABC, Generic[Config]):
         return batchnorm_start(self.task, told(self.validation()[0], self.callback, "BatchNorm on validation"))
 
     def training(self) -> Training | None:
-        """Return how the model was trained, for the finetunes of a soup; None where a task has no soups."""
+        """Return how the model was trained, with all its steps, of which a soup's finetunes take a share; or None."""
         return None
 
     def label_parts(self) -> LabelParts | None:

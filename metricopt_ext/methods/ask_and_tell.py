@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from metricopt_ext.adapters.adapter import Adapter
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import AdapterError, MetricError
 from metricopt_ext.methods.assessment import Assessment
 from metricopt_ext.methods.folder import RunFolder
 from metricopt_ext.methods.guard import CONFIDENCE
 from metricopt_ext.methods.result import Result
 from metricopt_ext.methods.run import SearchRun
+from metricopt_ext.methods.starts import Starts
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
 from metricopt_ext.search.asking import FAILED
 from metricopt_ext.search.asking import Trial as Asked
@@ -114,6 +115,7 @@ class Search(AbstractContextManager["Search"]):
         queries: Metric queries that may be spent, the metric's repeats among them.
         strategy: A guided or a direct search; the default is `GuidedTrustRegion`.
         starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` three to six.
+            Or a function of the task that returns it.
         seed: Seed of all draws.
         output_dir: Keeps every answer, with its point; None keeps nothing.
         resume: Continue from ``output_dir``: its answers are told again, and its open trials stay open.
@@ -146,7 +148,7 @@ class Search(AbstractContextManager["Search"]):
         queries: int = 60,
         *,
         strategy: SearchStrategy | None = None,
-        starts: Mapping[str, Start | StartLine] | None = None,
+        starts: Starts | None = None,
         seed: int = 0,
         output_dir: str | Path | None = None,
         resume: bool = False,

@@ -109,7 +109,7 @@ class Assessment:
         best = f"best of {counted(self.queries, 'query')} {decimals(self.found, '+')}"
         needs = "" if self.smallest is None else f"; the guard needs {decimals(self.smallest)}"
         queries = "" if self.search_queries is None else f" with {counted(self.search_queries, 'query')}"
-        data = "" if self.data is None else f", {self.data:.1f} times as much"
+        data = "" if self.data is None else f", {self.data:.3g} times as much"
         return [
             f"{self.metric} {decimals(self.before)} as trained; {start}{best}{needs}",
             f"worth it? {self.recommendation}{queries}{data}: {self.reason}",
@@ -203,11 +203,13 @@ def assessed(
         name = best[kind].name
         return f"{f'the start {name!r}' if name else 'a visited point'} gains {decimals(verdicts[kind].gain)}"
 
+    if len(points) < TELLING:
+        return said("undecided", f"{n} of phi and its starts are too few to tell: ask more queries")
     if len({each.cost for each in points}) == 1:
         return said("undecided", f"{metric.name} has one value at all of {n}: modulate more layers, or train first")
-    if to_start.guard == "none" or len(points) < TELLING:
-        remedy = f"let the metric return (value, (half, half)), or give it repeats, and at least {TELLING} queries"
-        return said("undecided", f"a gain can't be told from chance by {n}: {remedy}")
+    if to_start.guard == "none":
+        remedy = "let the metric return (value, (half, half)), or give it repeats"
+        return said("undecided", f"a gain can't be told from chance: {remedy}")
     kept = {kind: each for kind, each in verdicts.items() if each.accepted}
     plain = any(each.gain - each.optimism > PLAIN[each.guard] * (each.chance or 0.0) for each in kept.values())
     if not plain and by_chance(halves) >= LEVEL:

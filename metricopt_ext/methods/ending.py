@@ -64,6 +64,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         costs=tuple(task.metric.normalised(each.cost) for each in end.evaluations),
         path=torch.stack([began.at.phi, *lower, end.phi, *([ends["part"]] if decision.kept == "part" else [])]),
         candidates=starts,
+        plain=end.learns and task.probing().loss is None and task.gradients is None,
         widened=end.widened,
         kept_share=share,
         constrained=constrained,

@@ -40,7 +40,8 @@ class RunFolder:
 
     Args:
         path: The folder; None for memory only.
-        identity: What the run depends on; see `identity_of`. Not looked at without a path.
+        identity: What the run depends on; see `identity_of`. Not looked at without a path. By an empty one it is only
+            seen that the folder could be taken, long before a run.
     """
 
     def __init__(self, path: str | Path | None, identity: dict[str, Any]) -> None:
@@ -60,8 +61,6 @@ class RunFolder:
     @contextmanager
     def writing(self, resume: bool) -> Iterator[None]:
         """Take the folder for this run, and keep other processes from writing to it meanwhile.
-
-        Without an identity it is only seen that the folder could be taken, long before a run.
 
         Args:
             resume: Continue what an interrupted run left there.
@@ -242,7 +241,8 @@ def load_run(model: nn.Module, folder: str | Path, settings: Settings | None = N
 def _finished(folder: Path) -> Path:
     """Return the folder of the one run that a folder holds, which must have finished."""
     seeds = list(folder.glob(f"{SEEDS}/"))
-    places = [folder, *seeds, folder / "search"]  # the last as Detectron2's tools name it
+    own = (folder / IDENTITY).exists()
+    places = [folder, *seeds, *([] if own else [folder / "search"])]  # the last as Detectron2's tools name it
     finished = [each for each in places if (each / ADAPTER).exists()]
     if len(seeds) > 1 and folder not in finished:
         names = ", ".join(sorted(each.name for each in seeds))

@@ -1,7 +1,7 @@
 """The whole job under one query budget: find a better phi, and keep the change only if the metric agrees."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from metricopt_ext.adapters.start import Start, StartLine
+from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, MetricError
 from metricopt_ext.methods.assessment import QUERIES, Assessment
 from metricopt_ext.methods.ending import check_holdout, confirmed
@@ -125,7 +125,7 @@ def assess(
     queries: int | None = None,
     *,
     strategy: SearchStrategy | None = None,
-    starts: Mapping[str, Start | StartLine] | None = None,
+    starts: Starts | None = None,
     guard_confidence: float = CONFIDENCE,
     seed: int = 0,
     output_dir: str | Path | None = None,
@@ -150,6 +150,7 @@ def assess(
             inference need. By default 12, plus as many as the task's settings may need.
         strategy: The search that would follow, whose queries don't depend on its budget; by default a guided one.
         starts: What it may begin from besides phi = 0, by name; a `Start` costs a query, a `StartLine` up to six.
+            Or a function of the task that returns it.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
         seed: Seed of all draws.
         output_dir: Keeps the evaluations; None keeps nothing.

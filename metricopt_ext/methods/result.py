@@ -74,6 +74,7 @@ class Result:
         higher: Whether higher is better of all these alike; None if nothing tells.
         constrained: How the run stands to its constraints; None without any.
         settings: What became of the settings of inference; None for a task without any.
+        plain: Whether a search that learns had no loss, and so took all directions of phi alike.
         widened: How many times wider than probed a search's design had to be for the metric to react.
         loss_finetune: Of a learner that follows f step by step, the metric after as many steps on the loss alone; None
             of a search.
@@ -106,6 +107,7 @@ class Result:
     looked: dict[str, dict[str, float]] = field(default_factory=dict)
     constrained: Constrained | None = None
     settings: TunedSettings | None = None
+    plain: bool = False
     widened: float = 1.0
     loss_finetune: float | None = None
     setting: tuple[float, float] | None = None
@@ -158,8 +160,8 @@ class Result:
             return f"as the model as it was violates {' and '.join(broken)}"
         sign = self.evaluations["start"].sign
         best = min(sign * value for value in self.starts.values()) == sign * self.starts[self.started_at]
-        by_value = best and all(each.noise is None and not each.pairs for each in self.evaluations.values())
-        return "the best by its value alone" if by_value else "as no other surely gains on it"
+        untold = all(each.noise is None and not each.pairs for each in self.evaluations.values())
+        return "the best by its value alone" if best and untold else "as no other surely gains on it"
 
     def findings(self) -> list[str]:
         """Say what became of all else than the metric, and why the best candidate was not kept."""
@@ -176,7 +178,7 @@ class Result:
 
     def on_search(self) -> list[str]:
         """Say how far phi was moved, and how good f is."""
-        lines = []
+        lines = ["without a loss, the search treated all directions of phi alike"] if self.plain else []
         if self.widened != 1:
             lines.append(f"phi was moved {self.widened:.2g} times as far as planned, by how the metric reacted")
         if self.fit is not None:
@@ -280,8 +282,9 @@ class Result:
             unknown = "" if self.kept_share.evaluated else " (where the metric is f's prediction)"
             return f"{self.kept_share.share:.0%} of the way to the end of the search{unknown}"
         start = self.start_of(self.chosen)
-        moved = self.chosen == "settings" and (start.tensors or start.phi.any())
-        return kept(self.chosen) + self._strength(self.chosen) + (", at a start other than phi = 0" if moved else "")
+        elsewhere = self.chosen == "settings" and (start.tensors or start.phi.any())
+        where = ", at another start than the model as it was" if elsewhere else ""
+        return kept(self.chosen) + self._strength(self.chosen) + where
 
     def _strength(self, name: str) -> str:
         return f" (t = {self.strengths[name]:.4g})" if name in self.strengths else ""
@@ -296,19 +299,19 @@ class Result:
         return with_so_little_data(self.verdict)
 
 
-def told_of_guard(found: Any, kept: str) -> dict[str, Any]:
+def told_of_guard(found: Any, chosen: str) -> dict[str, Any]:
     """Return what a report says of what the number is made of, of other numbers, of limits and of the guard.
 
     Args:
         found: A `Result`, or another that has its attributes.
-        kept: The name of what was kept.
+        chosen: The name of what was kept.
     """
     parts = {
         part: {name: {"before": before, "after": after} for name, (before, after) in pairs.items()}
         for part, pairs in (("outcomes", found.made_of), ("also", found.also))
         if pairs
     }
-    verdict, limits = found.verdict, {} if found.constrained is None else found.constrained.to_json(kept)
+    verdict, limits = found.verdict, {} if found.constrained is None else found.constrained.to_json(chosen)
     guard = {"by": verdict.guard, "chance": verdict.chance, "optimism": verdict.optimism, "needed": verdict.needed}
     return {**parts, **limits, "guard": {**guard, "held out": found.holdout}}
 

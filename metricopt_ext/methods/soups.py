@@ -37,7 +37,7 @@ FINETUNE, FINETUNES = "metricopt_ext.finetune", "finetunes.json"  # a finetune's
 
 @dataclass(frozen=True)
 class Training:
-    """How short finetunes of a whole model train it, which is best as it was trained, for a tenth of the steps.
+    """How each of a soup's finetunes trains the whole model: best as it was trained, for a tenth of the steps.
 
     Attributes:
         steps: Number of steps of each, at least 1.
@@ -135,8 +135,9 @@ def soup_starts(
     reader = CheckpointReader(task.adapter.model, entry)
     with tempfile.TemporaryDirectory() as temporary:
         if checkpoints is not None:
-            files = [] if isinstance(checkpoints, str | Path) else [Path(each) for each in checkpoints]
-            if len(set(files)) < max(2, len(files)):
+            several = [] if isinstance(checkpoints, str | Path) else list(checkpoints)
+            files = [Path(each) for each in several if isinstance(each, str | Path)]
+            if len(set(files)) < max(2, len(several)):
                 raise ValueError(f"checkpoints is {brief(checkpoints)}; it must be a list of two or more, each once")
         else:
             check_integer(2, finetunes=finetunes)
@@ -201,9 +202,11 @@ def _augmented(batches: Batches, augment: Callable[..., Any], seed: int, task: i
 
 def _uniform(task: FinetuneTask, reader: CheckpointReader, files: Sequence[Path]) -> tuple[Start, list[Path]]:
     """Return the average of all, and the files by their losses; a warning says if the models share no basin."""
-    sums, losses = dict[str, Tensor](), dict[Path, float]()
+    sums, losses, digests = dict[str, Tensor](), dict[Path, float](), dict[str, Path]()
     for file in files:
         state = distributed.on_first(partial(reader.read, file))
+        if (known := digests.setdefault(fingerprint(state), file)) != file:
+            warnings.warn(f"{file} has the same tensors as {known}, which so count twice", stacklevel=3)
         losses[file] = _loss(task, _mean(task, reader, state, 1))
         sums = _with(sums, state)
         del state  # before the next one is read
@@ -212,7 +215,8 @@ def _uniform(task: FinetuneTask, reader: CheckpointReader, files: Sequence[Path]
     if not found <= most + APART * abs(most):  # NaN, too
         warnings.warn(
             f"{by_loss[-1]} has a loss of {most:.4g} on a batch, and the average of {counted(len(files), 'model')}"
-            f" {found:.4g}: they share no basin; average checkpoints of one training, or finetunes of one model",
+            f" {found:.4g}: they share no basin, or BatchNorm's statistics are off (`batchnorm_start`); average"
+            " checkpoints of one training, or finetunes of one model",
             stacklevel=3,
         )
     return average, by_loss

@@ -19,7 +19,10 @@ from metricopt_ext.utils.modes import evaluating
 from metricopt_ext.utils.weights import same_bits
 from metricopt_ext.utils.words import brief
 
+# By name; or a function of the task that returns them.
 Starts = Mapping[str, Start | StartLine] | Callable[[FinetuneTask], Mapping[str, Start | StartLine]]
+
+STATISTICS = ("running_mean", "running_var")
 
 # Weights of the deployment's statistics that are asked first: half of each, more of the deployment's, and its alone.
 FIRST_WEIGHTS = (0.75, 0.5, 1.0)
@@ -52,11 +55,13 @@ def all_starts(task: FinetuneTask, starts: Starts | None) -> dict[str, Start | S
             numbers that are not finite where the model's are, or a variance below 0.
     """
     given = starts(task) if callable(starts) else {} if starts is None else starts
-    named = isinstance(given, Mapping) and all(isinstance(name, str) and name for name in given)
-    if not named or not all(isinstance(each, Start | StartLine | None) for each in given.values()):
-        raise ValueError(f"starts are {brief(given)}; map names to starts, as {{'balanced': mo.Start(phi)}}")
+    example = "map names to starts, as {'balanced': mo.Start(phi)}"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"starts are {brief(given)}; {example}")
     found: dict[str, Start | StartLine] = {"start": Start(task.origin())}
     for name, start in given.items():
+        if not isinstance(name, str) or not name or not isinstance(start, Start | StartLine | None):
+            raise ValueError(f"starts have {brief(name)}: {brief(start)}; {example}")
         if name in ("start", SETTINGS, "search", "part"):
             raise ValueError(f"a start is named {name!r}, which is an end of every search; give it another name")
         try:
@@ -161,15 +166,17 @@ def batchnorm_line(task: FinetuneTask, end: Start | None) -> StartLine | None:
 
     Args:
         task: Its model's statistics are those at 0; they are replaced in the starts, not in the model.
-        end: What `batchnorm_start` returned, which has those at 1.
+        end: What `batchnorm_start` returned, which has those at 1; all else along the line is as in it.
 
     Returns:
         The line; None if the model has no BatchNorm, or none whose statistics differ.
     """
     theirs = {name: value for name, value in end.tensors.items() if value.is_floating_point()} if end else {}
-    if not theirs:
+    rest = {name: value for name, value in theirs.items() if name.rpartition(".")[2] not in STATISTICS}
+    if end is None or len(rest) == len(theirs):
         return None
-    line = line_between(Start(task.origin()), Start(task.origin(), theirs), task.adapter.base_state_dict())
+    ends = replace(end, tensors=rest), replace(end, tensors=theirs)
+    line = line_between(*ends, task.adapter.base_state_dict())
     return replace(line, first=FIRST_WEIGHTS)
 
 

@@ -63,7 +63,10 @@ class LearningStrategy(ABC):
     @property
     @abstractmethod
     def planned(self) -> tuple[str, int, int, int]:
-        """What a budget is planned in, the least number of these, the queries of each, and those of all else."""
+        """``(unit, least, each, besides)``: what a budget is planned in, the least number of these, queries of each.
+
+        ``besides`` are those that choose settings and tune the start.
+        """
 
     def size(self, evaluations: int, dim: int = 0, starts: int = 1) -> dict[str, int]:
         """Return how many of what is `planned` a number of evaluations is for; dimension and starts have no say.
@@ -75,9 +78,8 @@ class LearningStrategy(ABC):
         number = (evaluations - besides) // each
         if number < least:
             raise BudgetError(
-                f"{evaluations} queries are too few for {least} {unit} of {each} queries each, and {besides} to choose"
-                f" settings and to tune the start: give at least {besides + least * each}, or take fewer rounds, tasks"
-                " or evals"
+                f"{evaluations} queries are too few for {least} {unit} of {each} queries each, and {besides}"
+                f" besides: give at least {besides + least * each}, or fewer rounds, tasks or evals, as far as it has them"
             )
         return {unit: number}
 

@@ -93,7 +93,8 @@ def tune_model(
         ... )
     """
     drawn = batches if callable(batches) else loader_batches(batches)
-    if together := together and _several():
+    together = together and _several()
+    if together:
         options = _in_step(options)
     adapter = attach(unwrapped(model))
     try:
@@ -166,7 +167,8 @@ def _replayed(loss: Loss | nn.Module, training: bool | None, model: nn.Module, b
                 f"{type(loss).__name__} needs a batch of inputs and targets, and got a {type(batch).__name__};"
                 " give loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
             )
-        return loss(model(batch[0]), batch[1])  # type: ignore[no-any-return]
+        value: Tensor = loss(model(batch[0]), batch[1])
+        return value
 
 
 def _several() -> bool:

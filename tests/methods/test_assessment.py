@@ -132,8 +132,9 @@ def test_a_constant_metric_tells_nothing(pairs: Any) -> None:
 
 def test_a_few_points_tell_nothing() -> None:
     told = [Evaluated(*kind, Evaluation(0.5 - 0.01 * i, pairs=((0.4, 0.6),))) for i, kind in enumerate(ALONE)]
-    few = assessed(metric_of(), told[: TELLING - 1], DIM)
-    assert few.recommendation == "undecided"
+    for few in (told[: TELLING - 1], told[:1] * (TELLING - 1)):
+        found = assessed(metric_of(), few, DIM)
+        assert (found.recommendation, "too few" in found.reason) == ("undecided", True)
 
 
 def test_what_failed_does_not_count() -> None:

@@ -193,6 +193,8 @@ def test_a_finished_run_is_loaded_and_an_unfinished_one_says_what_it_lacks(
         assert torch.equal(load_run(quadratic().adapter.remove(), each).phi, kept.adapter.phi)
     shutil.copytree(folder, tmp_path / "detector" / "search")  # as Detectron2's tools name it
     assert torch.equal(load_run(quadratic().adapter.remove(), tmp_path / "detector").phi, kept.adapter.phi)
+    (tmp_path / "detector" / "identity.json").write_text("{}")  # of an unfinished run of its own
+    assert_refused(lambda: load_run(quadratic().adapter.remove(), tmp_path / "detector"), FileFormatError, "--resume")
     (tmp_path / "out" / "seed-11").mkdir()
     assert_refused(
         lambda: load_run(quadratic().adapter.remove(), tmp_path / "out"), FileFormatError, "seeds", "seed-3", "seed-11"
@@ -237,7 +239,7 @@ def test_settings_are_set_on_a_model_that_can_hold_them(quadratic: Callable[...,
     assert model.size == 4.0
     model = quadratic().adapter.remove()
     other = Settings([Setting("size", values=(1.0, 2.0), default=1.0)], put_into({}))
-    assert_refused(lambda: load_run(model, tmp_path / "a", other), ValueError)
+    assert_refused(lambda: load_run(model, tmp_path / "a", other), ValueError, "size", "4")
     assert not hasattr(model, "metricopt")
     load_run(model, tmp_path / "a", settings(model, default=2.0, free={"many": 300})).remove()
     assert model.size == 4.0

@@ -1,5 +1,6 @@
 """Averages of models as starts: against sums by hand in float64, and what they cost in queries and memory."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,9 @@ def test_models_that_share_no_basin_are_warned_of(tmp_path: Path) -> None:
     for name, each in {"a.pth": state, "b.pth": turned}.items():
         torch.save(each, tmp_path / name)
     assert_warned(lambda: soup_starts(task, [tmp_path / "a.pth", tmp_path / "b.pth"], kinds=["uniform"]), "2")
+    shutil.copy(tmp_path / "a.pth", tmp_path / "last.pth")  # as a training's final model is its last checkpoint
+    twice = [tmp_path / "a.pth", tmp_path / "last.pth"]
+    assert_warned(lambda: soup_starts(task, twice, kinds=["uniform"]), "a.pth", "last.pth")
 
 
 FILES: dict[str, Any] = {"checkpoints": ["a.pth", "b.pth"]}
@@ -193,6 +197,7 @@ FILES: dict[str, Any] = {"checkpoints": ["a.pth", "b.pth"]}
         ({}, ValueError, ()),
         ({**FILES, "finetunes": 3}, ValueError, ("checkpoints",)),
         ({"checkpoints": "a.pth"}, ValueError, ("checkpoints", "a.pth")),
+        ({"checkpoints": [None, 3]}, ValueError, ("checkpoints", "None")),
         ({"checkpoints": ["a.pth", "b.pth", "a.pth"]}, ValueError, ("checkpoints", "a.pth")),
         ({**FILES, "kinds": ["best"]}, ValueError, ("kinds", "best")),
         ({"finetunes": 2}, ValueError, ("finetunes", "lr")),

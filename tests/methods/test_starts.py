@@ -225,6 +225,14 @@ def test_statistics_are_mixed_linearly_and_no_variance_is_below_both() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
             assert bool((found >= torch.minimum(own[name], end.tensors[name])).all())
         assert line.at(t).digest == start.digest
+    there = Start(torch.ones(4), {"0.weight": 2 * own["0.weight"]})
+    beyond = batchnorm_line(task, batchnorm_start(task, (2 * x + 1).split(20), there))
+    assert beyond is not None
+    for t in (0.0, 1.0):  # all else is as in the start whose statistics were estimated
+        assert torch.equal(beyond.at(t).phi, there.phi)
+        assert torch.equal(beyond.at(t).tensors["0.weight"], there.tensors["0.weight"])
+    assert torch.equal(beyond.at(0.0).tensors["1.running_mean"], own["1.running_mean"])
+    assert batchnorm_line(task, there) is None
     starts = [Start(task.origin()), end, line.at(0.75), Start(task.origin() + 1e-3, end.tensors)]
     assert known_on(line, starts, own) == dict(zip(starts, (0, 1, 0.75), strict=False))
 

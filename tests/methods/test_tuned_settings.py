@@ -201,17 +201,19 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     assert toy.now == {"size": 2.0, "kind": "hard"}
 
 
-@pytest.mark.parametrize("moved", [True, False])
-def test_settings_that_are_kept_at_another_start_say_so(quadratic: Make, moved: bool) -> None:
+@pytest.mark.parametrize(("moved", "heavier"), [(1, 0), (0, 1), (1, 1), (0, 0)])
+def test_settings_that_are_kept_at_another_start_say_so(quadratic: Make, moved: int, heavier: int) -> None:
     """They may be tuned at a start that has its own phi and weights, which the model has from then on."""
     toy = Toy(quadratic)
-    phi, weight = moved * toy.task.goal, toy.task.problem.layer.weight.detach() + moved
+    own = toy.task.problem.layer.weight.detach()
+    phi, weight = moved * toy.task.goal, own + heavier
+    there = Start(phi, {"weight": weight} if heavier else {})
 
     def distance(model: Any) -> float:
         apart = 5 * float((model.metricopt.phi.detach() - phi).square().sum())
         return apart + toy.worth(toy.now) + (not torch.equal(model.weight.detach(), weight))
 
-    result = run(toy.judged(distance), 20, starts={"there": Start(phi, {"weight": weight})} if moved else {})
+    result = run(toy.judged(distance), 20, starts={"there": there} if moved or heavier else {})
     assert result.chosen == SETTINGS
-    assert ("phi" in result.what_was_kept()) == moved
+    assert ("start" in result.what_was_kept()) == bool(moved or heavier)
     assert result.what_was_kept() in str(result)

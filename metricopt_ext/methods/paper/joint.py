@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.nn.utils import parameters_to_vector
 
-from metricopt_ext.methods.paper.recipe import (
-    END_QUERIES,
-    FRESH,
-    finetune,
-    gaussian_process_labels,
-    guarded,
-)
+from metricopt_ext.methods.paper.recipe import END_QUERIES, FRESH, finetune, gaussian_process_labels, guarded
 from metricopt_ext.methods.strategy import LearningStrategy, Plan, Tuned
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.learned import CostAt, UpdateRule, unroll
@@ -243,6 +237,8 @@ class AlgorithmS1(LearningStrategy):
         """Observe the metric K times along each task of a meta-iteration, under the optimizer (line 3)."""
         indices = range(iteration * self.tasks, (iteration + 1) * self.tasks)
         kept = {index: each for index in indices if (each := store.get(iteration, index)) is not None}
+        if len(kept) == self.tasks:
+            return [*kept.values()]
         before = [iter(kept[index].evaluations if index in kept else ()) for index in indices]
         told: list[list[Evaluation]] = [[] for _ in indices]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -185,7 +185,7 @@ class Recipe(LearningStrategy):
         if not self.settings:
             raise ValueError("settings is empty; give at least one pair (loss weight, metric step)")
         for pair in self.settings:
-            if not isinstance(pair, Sized) or len(pair) != 2:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
                 raise ValueError(f"settings has {pair!r}; each must be a pair (loss weight, metric step)")
             check_at_least(0, loss_weight=pair[0], metric_step=pair[1])
         object.__setattr__(self, "settings", tuple(map(tuple, self.settings)))
@@ -424,7 +424,8 @@ def tune_start(
         task: Model, loss, batches and metric. The model is left unchanged: set the phi of ``ends[chosen]`` yourself.
         fit: The value function with its held-out quality; without skill a recipe's default does not follow it. For one
             from a file, ``Fit(load_value_function(path))``, on phi's device, the ends alone show how large chance is.
-        recipe: How the start is tuned: f is followed by the first of its settings.
+        recipe: How the start is tuned: f is followed by the first of its settings; as a run did, by
+            ``replace(recipe, settings=(result.setting,))``.
         start: phi_0, ``d``; by default 0, the model as it was trained.
         index: The task index, for the batches; a different one for each start.
         guard_confidence: How sure the guard must be that a gain is not chance, at least 0.5 and below 1.
