@@ -246,8 +246,8 @@ class Context(KeepsPrecision):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy gets: what is used in phi's place for a while stays here."""
-        return {**self.__dict__, "override": None}
+        """Return what a copy gets: what is used in phi's place for a while, and the trial there, stay here."""
+        return {**self.__dict__, "override": None, "trial": None}
 
     def forward(self, x: Any) -> Any:
         """Return the input: an ``nn.Sequential`` calls each child, this one included."""

@@ -162,8 +162,10 @@ class Search(AbstractContextManager["Search"]):
                 f"strategy is a {type(strategy).__name__}, which has no ask and tell: it learns from whole trainings;"
                 " use optimize_metric, or a search such as GuidedTrustRegion() or CMAES()"
             )
-        given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
-        plan = Plan(task, queries=queries, strategy=strategy, **given)
+        plan = Plan(
+            task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed
+        )
+        plan.check()
         self.folder: RunFolder = RunFolder(output_dir, plan.identity())
         self.task: FinetuneTask = task
         with ExitStack() as held:

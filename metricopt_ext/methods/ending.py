@@ -17,7 +17,7 @@ from metricopt_ext.tasks.task import FinetuneTask
 from metricopt_ext.value.fitting import Fit
 
 
-def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | None = None) -> Result:
+def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | None = None, besides: int = 0) -> Result:
     """Keep the start that the search began from, or a line's best, if it gains on phi = 0; or the end (`decide`).
 
     Args:
@@ -25,6 +25,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
         end: Where it stands.
         part: The point of the share that is kept, ``d``, and its evaluation, if it was asked for; else f's mean stands
             in.
+        besides: Evaluations that were made for the ends of earlier sittings.
     """
     task, starts, evaluated, stage = began.task, began.starts, began.evaluated, began.stage
     decision, candidates = decided(began, end), began.candidates(end)
@@ -43,7 +44,7 @@ def guarded(began: Began, end: SearchResult, part: tuple[Tensor, Evaluation] | N
     costs = torch.tensor([math.inf, *(each.cost for each in end.evaluations)], dtype=torch.float64)
     lower = end.points[costs[1:] < costs.cummin(0).values[:-1]]  # than all before
     kept = starts.get(decision.kept, began.at)
-    evaluations = len(others) + end.queries + (part is not None)
+    evaluations = len(others) + end.queries + (part is not None) + besides
     queries = {"starts": len(began.points)} | ({} if stage is None else {"settings": len(tried)})
     queries["search"] = evaluations - sum(queries.values())
     return Result.of(

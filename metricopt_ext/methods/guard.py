@@ -140,6 +140,7 @@ def decide(
     confidence: float = CONFIDENCE,
     predicted: Callable[[str], float] = lambda name: math.inf,
     climbed: float = 0.0,
+    *,
     against: str = "start",
     started: str = "start",
     lines: Collection[str] = (),
@@ -178,7 +179,7 @@ def decide(
     ruled = trained not in holding or len(holding) == 1  # by constraints alone
     judged = candidates if ruled else holding
     was, kept = candidates[against], started if started in judged and started not in lines else against
-    for name in filter(lines.__contains__, judged):
+    for name in [each for each in judged if each in lines]:
         sure = judge(was, candidates[name], visited, min(confidence, LINE_CONFIDENCE)).accepted
         by_f = predicted(kept) - predicted(name)
         if sure and (kept == against or _between(candidates[kept], candidates[name], visited, by_f).accepted):
@@ -263,8 +264,18 @@ def decided(began: Began, end: SearchResult) -> Decision:
     if started not in (against, SETTINGS, *began.lines):  # it was taken by what few points told of chance
         told = [*candidates.values(), *visited]
         started = started if surely_gains(candidates[against], candidates[started], told, began.confidence) else against
-    climbed, lines = CLIMBED[metric.combination is not None] * end.climbed, began.lines
-    decision = decide(candidates, visited, began.confidence, gain_by_f, climbed, against, started, lines, limits)
+    climbed = CLIMBED[metric.combination is not None] * end.climbed
+    decision = decide(
+        candidates,
+        visited,
+        began.confidence,
+        gain_by_f,
+        climbed,
+        against=against,
+        started=started,
+        lines=began.lines,
+        limits=limits,
+    )
     new = metric.new_classes and decision.kept == "search" and decision.verdict.guard == "halves"
     if new and (limits is None or limits.hold(candidates[decision.otherwise])):  # or else there is no way back
         return replace(decision, share=kept_share(end, began.at.phi))
@@ -298,7 +309,8 @@ def _telling(told: Sequence[Evaluation]) -> list[Evaluation]:
     Of repeats that tell nothing it is only said: `judge` finds out by itself.
     """
     fault = fault_of_halves(told)
-    faults = ["repeats always agree"] * repeats_agree(told) + [f"halves {fault}"] * bool(fault)
+    faults = ["repeats always agree"] if repeats_agree(told) else []
+    faults += [f"halves {fault}"] if fault else []
     for said in faults if distributed.rank() == 0 else ():
         warnings.warn(
             f"the metric's {said}, so they don't tell a gain from chance and are not used; let it return its values on"
@@ -346,10 +358,12 @@ def surely_gains(before: Evaluation, after: Evaluation, among: Collection[Evalua
     """
     gain, told = before.cost - after.cost, [each for each in among if each.pairs]
     divisions = min(len(before.pairs), len(after.pairs))
+    if told and not divisions:
+        return False
     chance = chance_of_gain(before, [after]) if told else math.sqrt(2) * noise_of([before, after, *among])
     if 0 < divisions < DIVISIONS:
         chance = max(chance, _chance_by_size(before, told, gain))
-    return (divisions > 0 or not told) and gain > deviates(confidence) * chance
+    return gain > deviates(confidence) * chance
 
 
 def judge(
@@ -487,8 +501,9 @@ class Constrained:
         """
         broken = {name: " and ".join(each) for name, each in self.violated.items() if each}
         if chosen in broken:
-            said = f"none of {self.evaluated} points that were asked satisfies all constraints: what is kept violates"
-            return [f"{said} {excess_in_words(self.violated[chosen])} on the metric's data"]
+            said, by = " and ".join(map(str, self.limits.constraints)), excess_in_words(self.violated[chosen])
+            said = f"none of {self.evaluated} points that were asked satisfies {said}"
+            return [f"{said}: what is kept violates {by} on the metric's data"]
         trained = broken.pop("start", "")
         lines = [f"{called(name)} violates {said}, so it can't be kept" for name, said in broken.items()]
         if trained:
@@ -565,7 +580,8 @@ class TunedSettings:
         if free := _in_words(_changes(self.before, given)):
             lines.append(f"settings for the metric alone, free: {free}; for deployment keep the model's own")
         if changed := _in_words(_changes(given, self.after)):
-            lines.append(f"settings: {changed} ({tried} tried); inference takes {self.factor:.2f} times as long")
+            longer = "" if abs(self.factor - 1) < 0.005 else f"; inference takes {self.factor:.2f} times as long"
+            lines.append(f"settings: {changed} ({tried} tried){longer}")
         elif self.untried:
             lines.append("settings: none was tried; give the search more queries, or allow more by inference=")
         elif tried:
@@ -725,6 +741,7 @@ def preferred(
         guard: What told chance before.
         confidence: How sure to be of a gain that nothing else can tell from chance, at least 0.5 and below 1.
     """
+    deviates(confidence)  # refuses what is out of range
     sign, quantile = -1 if maximize else 1, math.tan(math.pi * (confidence - 0.5))
     costs, verdicts = {name: sign * value for name, value in aside.items()}, dict[str, Verdict]()
     if guard != "none" or "start" not in costs:  # which is out of the question where it alone violates a constraint

@@ -94,8 +94,8 @@ def optimize_metric(
         OSError: ``output_dir`` can't be written to, as where the disk is full; what was written before is in it.
         RankError: The metric has another value on another rank, waits for the other ranks itself, or a rank has ended.
     """
-    given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
-    plan, besides = Plan(task, queries=queries, strategy=strategy, **given), dict[str, Any]()
+    plan = Plan(task, queries=queries, strategy=strategy, starts=starts, guard_confidence=guard_confidence, seed=seed)
+    besides: dict[str, Any] = {}
     if holdout is not None:
         check_holdout(task, holdout)
         besides = {"holdout": [fingerprint_of_code(holdout.function), guard_confidence]}
@@ -174,8 +174,10 @@ def assess(
     """
     repeats, of_settings = task.metric.repeats, 0 if task.settings is None else task.settings.queries
     queries = QUERIES + of_settings * repeats if queries is None else queries
-    given: dict[str, Any] = {"starts": starts, "guard_confidence": guard_confidence, "seed": seed}
-    plan = Plan(task, queries=queries, strategy=strategy, **given, endless=True)
+    confidence = guard_confidence
+    plan = Plan(
+        task, queries=queries, strategy=strategy, starts=starts, guard_confidence=confidence, seed=seed, endless=True
+    )
     if not plan.strategy.anytime:
         raise ValueError(
             f"what {brief(strategy)} asks first depends on its budget; assess with a search such as GuidedTrustRegion()"
@@ -187,6 +189,7 @@ def assess(
     with taken(plan, output_dir, resume, callback):
         log, most = plan.folder.log(task.metric), queries // repeats
         plan.callback.on_file(min(queries, log.answered * repeats))
+        plan.check()
         run = SearchRun(plan, log)
         with plan.folder.own_ledger(task.metric, queries), begun(run, plan.callback) as loop:
             for _ in islice(loop.trials(), most):

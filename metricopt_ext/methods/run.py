@@ -57,10 +57,10 @@ class SearchRun:
         starts: The starts, by name; the best of lines, and tuned settings, are added.
         evaluated: The metric's evaluations of them.
         points: All starts that were asked for, those on lines too.
-        standing: Has the model be a start inside a ``with`` block, where the search may ask for its loss.
+        standing: Has the model be a start inside a ``with`` block, where the search may ask for its loss; `Evaluating`
+            puts one in its place that leaves the model there.
 
     Raises:
-        AdapterError, ModuleNotFoundError: The search can't work with the task, or the loss is none (`SearchStrategy`).
         FileFormatError: The log was given more queries.
     """
 
@@ -81,9 +81,6 @@ class SearchRun:
         self._part: Answers | None = None  # what is known of the part of the way to the end
         self._over, self._besides = False, 0  # whether nothing is left to ask; evaluations of earlier sittings' ends
         self.standing: Callable[[Start], AbstractContextManager[Any]] = task.adapter.applied
-        with task.adapter.applied(Start(task.origin())):
-            self.strategy.check(task)
-            task.check_loss(self.seed, 2)
         check = (lambda values: None) if task.settings is None else task.settings.complete
         self.asking = Asking(self.batches(), log, task.metric.repeats, check)
 
@@ -212,7 +209,8 @@ class SearchRun:
         """
         asking = self.asking
         asking.go_on()
-        known = [each.stage for each in asking.trials if asking.answer(each.id) is not None]
+        entries = [(each.stage, asking.log.told(each.id)) for each in asking.trials]
+        known = [stage for stage, told in entries if told is not None and not told.given_up]
         missing = self._least - self._fixed - known.count("search")
         if self._search is None:  # it begins once all that is open is answered
             missing += sum(asking.log.told(each.id) is None for each in asking.batch)
@@ -222,10 +220,7 @@ class SearchRun:
         assert self._search is not None
         end = self._search.end(Answers() if self._over else asking.told())
         part = None if self._part is None else next(iter(self._part.evaluated), None)
-        result = guarded(self._began, end, part)
-        besides = self._besides * self.task.metric.repeats
-        queries = {**result.queries, "search": result.queries["search"] + besides}
-        return replace(result, queries=queries, queries_per_start=result.queries_per_start + besides)
+        return guarded(self._began, end, part, self._besides)
 
     def assessment(self, most: int) -> Assessment:
         """Return what the first trials say, as far as they were told, of whether the search is worth its queries.
@@ -264,8 +259,8 @@ class SearchRun:
 
     @property
     def _began(self) -> Began:
-        rules = self._confidence, self._strengths, self.limits, self._settings
-        return Began(self.task, self.starts, self.evaluated, self.started, self._against, self.points, *rules)
+        besides = self._confidence, self._strengths, self.limits, self._settings
+        return Began(self.task, self.starts, self.evaluated, self.started, self._against, self.points, *besides)
 
 
 class Evaluating:
@@ -405,6 +400,7 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
     if numbers != sorted(set(numbers)):
         raise ValueError(f"queries are {[plan.queries, *later]}; they must ascend, by the metric's repeats at least")
     metric.ledger.require((numbers[-1] + len(later) * (1 + held_back(plan.strategy, metric))) * metric.repeats)
+    plan.check()
     run, advised, of_settings = SearchRun(plan, kept or Log(None, metric)), False, 0
     with begun(run, plan.callback) as loop:
         for number in numbers:
@@ -481,9 +477,10 @@ def _agree(metric: Metric, a: Evaluation, b: Evaluation) -> bool:
     if metric.repeats > 1:
         from scipy.special import stdtrit  # of Student's t distribution
 
-        deviates = stdtrit(2 * (metric.repeats - 1), 1 - CHANCE / 2)
-        slack += deviates * math.hypot(a.noise or 0.0, b.noise or 0.0)
+        quantile = stdtrit(2 * (metric.repeats - 1), 1 - CHANCE / 2)
+        slack += quantile * math.hypot(a.noise or 0.0, b.noise or 0.0)
         return math.isclose(a.value, b.value, rel_tol=ROUNDING, abs_tol=slack)
-    values, others = ([each.value, *chain(*each.pairs), *each.also.values()] for each in (a, b))
+    values, others = ([each.value, *chain(*each.pairs)] for each in (a, b))
     close = partial(math.isclose, rel_tol=ROUNDING, abs_tol=slack)
-    return a.also.keys() == b.also.keys() and len(values) == len(others) and all(map(close, values, others))
+    same = len(values) == len(others) and a.also.keys() == b.also.keys() and all(map(close, values, others))
+    return same and all(math.isclose(a.also[n], b.also[n], rel_tol=ROUNDING, abs_tol=1e-9) for n in a.also)

@@ -79,7 +79,7 @@ class LearningStrategy(ABC):
         if number < least:
             raise BudgetError(
                 f"{evaluations} queries are too few for {least} {unit} of {each} queries each, and {besides}"
-                f" besides: give at least {besides + least * each}, or fewer rounds, tasks or evals, as far as it has them"
+                f" besides: give at least {besides + least * each}, or fewer of its rounds, tasks or evals"
             )
         return {unit: number}
 
@@ -218,6 +218,16 @@ class Plan:
             said += f" (each an evaluation of {metric.repeats} queries: its repeats)" * (metric.repeats > 1)
             raise BudgetError(f"{error}{said}") from error
         return size
+
+    def check(self) -> None:
+        """Refuse a task that the search can't work with, or a loss that is none, before any query.
+
+        Raises:
+            AdapterError, ModuleNotFoundError: See `SearchStrategy.check` and `FinetuneTask.check_loss`.
+        """
+        with self.task.adapter.applied(Start(self.task.origin())):
+            self.strategy.check(self.task)
+            self.task.check_loss(self.seed, 2)
 
     def identity(self, **besides: Any) -> dict[str, Any]:
         """Return what tells the run from others (`identity_of`), with what it depends on besides."""

@@ -73,8 +73,8 @@ def test_values_by_name_are_combined_to_what_is_tuned() -> None:
     classifier = MetricClassifier(recalls, combine="worst", queries=12, **SMALL)
     run = clone(classifier).fit(X, y).run_
     assert run.guard == "halves"
-    assert run.outcomes["start"] == asked[0]
-    assert [*run.outcomes["start"]] == ["b", "c", "a"]
+    assert {name: before for name, (before, _) in run.made_of.items()} == asked[0]
+    assert [*run.made_of] == ["b", "c", "a"]
     assert run.before == min(asked[0].values())
     never = {**SMALL, "queries": 12, "epochs": 10**7}
     for options, names in (({"combine": "best"}, ("'best'",)), ({"scoring": "f1"}, ("'f1'", "combine"))):

@@ -236,8 +236,9 @@ def test_several_that_are_logged_make_the_metric() -> None:
     host.validate(before, JUDGED, verbose=False)
     trainer(callbacks=[callback]).fit(module, BATCHES, JUDGED)
     found = {name: float(host.logged_metrics[name]) for name in names}
-    assert callback.run.outcomes["start"] == pytest.approx(found)
-    assert [*callback.run.outcomes["start"]] == names
+    made_of = {name: before for name, (before, _) in callback.run.made_of.items()}
+    assert made_of == pytest.approx(found)
+    assert [*made_of] == names
     assert callback.run.before == pytest.approx(min(found.values()))
     assert callback.run.guard == "halves"
     low = trainer(callbacks=[search(monitor=names, combine="worst", bounds=(0.9, 1.0))])

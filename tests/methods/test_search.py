@@ -1,5 +1,6 @@
 """Ask and tell: batches, failures, folders, the model at a trial, and what is refused; see also testers.strategy."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers.refusals import assert_named, assert_refused
-from metricopt_ext import Metric, Search, attach_film
+from metricopt_ext import Metric, Search, Start, attach_film
+from metricopt_ext.adapters.adapter import Adapter
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import AdapterError, BudgetError, FileFormatError
 from metricopt_ext.methods.paper.recipe import Recipe
@@ -67,6 +69,21 @@ def test_a_result_needs_the_least_queries(quadratic: Make) -> None:
     assert sum(early.queries.values()) == len(early.points) == least  # the open batch's answers among them
 
 
+def test_a_start_that_failed_before_the_trained_model_was_told_is_no_result_yet(quadratic: Make) -> None:
+    task = quadratic()
+    search = Search(task, 30, starts={"other": Start(task.goal)})
+    search.ask(2)
+    search.fail(1)
+    assert_refused(search.result, BudgetError, GuidedTrustRegion().least_queries(4, 2) - 1)
+
+
+def test_what_a_search_can_not_work_with_leaves_no_folder(tmp_path: Path) -> None:
+    adapter = attach_film(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), dim=2)
+    refused = lambda: Search(adapter, maximize=True, strategy=GuidedES(), output_dir=tmp_path / "out")  # noqa: E731
+    assert_refused(refused, AdapterError)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_has_one_writer_and_one_run(quadratic: Make, tmp_path: Path) -> None:
     search = Search(quadratic(), 40, output_dir=tmp_path)
     assert_refused(lambda: Search(quadratic(), 40, output_dir=tmp_path, resume=True), FileFormatError)
@@ -119,6 +136,8 @@ def test_checkpoints_hold_the_merged_model(tmp_path: Path) -> None:
         with pytest.raises(AdapterError) as caught, other.applied():  # one at a time
             pass
         assert_named(caught, "3", "2")
+        copied = Adapter(copy.deepcopy(model))  # which is at no trial
+    assert copied.context.trial is None
     for name in ("trial.safetensors", "trial.pth"):
         trial.checkpoint(tmp_path / name)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -1,6 +1,7 @@
 """Settings of inference through a whole run: tuned first, then phi from there, counted, kept, resumed and told."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from helpers.inference import put_into
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, having
 from metricopt_ext import Callback, Metric, Result, Setting, Settings, Start, optimize_metric
 from metricopt_ext.errors import MetricError
+from metricopt_ext.methods.guard import TunedSettings
 from metricopt_ext.search.stages import SETTINGS
 
 Make = Callable[..., Any]
@@ -199,6 +201,24 @@ def test_an_error_names_the_settings_in_force(quadratic: Make) -> None:
     names = ("RuntimeError", "4.0", "hard", "3", "40", "phi")
     assert_refused(lambda: run(toy.judged(distance)), MetricError, *names)
     assert toy.now == {"size": 2.0, "kind": "hard"}
+
+
+@pytest.mark.parametrize(
+    ("after", "factor", "tried", "names"),
+    [
+        ({"size": 4.0, "kind": "hard"}, 2.0, 3, ("size", "2", "4", "2.00")),
+        ({"size": 2.0, "kind": "soft"}, 1.0, 3, ("kind", "hard", "soft")),
+        ({"size": 2.0, "kind": "hard"}, 1.0, 3, ("as they were", "2")),
+        ({"size": 2.0, "kind": "hard"}, 1.0, 1, ("none was tried", "queries", "inference=")),
+    ],
+)
+def test_what_became_of_settings_is_said_in_a_line(after: Any, factor: float, tried: int, names: Any) -> None:
+    before = {"size": 2.0, "kind": "hard"}
+    (line,) = TunedSettings(before, after, {}, factor, ((before, 0.5),) * tried, tried == 1).lines()
+    assert re.search(having(*names), line)
+    assert ("times as long" in line) == (factor != 1)
+    free, *_ = TunedSettings(before, {**before, "kind": "soft"}, {"kind": "soft"}, 1.0, ((before, 0.5),)).lines()
+    assert re.search(having("kind", "soft", "free"), free)
 
 
 @pytest.mark.parametrize(("moved", "heavier"), [(1, 0), (0, 1), (1, 1), (0, 0)])
