@@ -23,14 +23,16 @@ from metricopt_ext.methods.guard import CONFIDENCE, accepted, held_back
 from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.paper.recipe import finetune
 from metricopt_ext.methods.result import Result
-from metricopt_ext.methods.run import Evaluating, search_results, searched
+from metricopt_ext.methods.run import Evaluating, search_results
 from metricopt_ext.methods.strategy import LearningStrategy, Plan
+from metricopt_ext.runtime import distributed
 from metricopt_ext.runtime.progress import Callback, Within
 from metricopt_ext.search.asking import Asking, labelled
 from metricopt_ext.search.optimizer import LossStep
 from metricopt_ext.search.stages import SettingsStage
-from metricopt_ext.search.strategy import SearchStrategy
+from metricopt_ext.search.strategy import SearchResult, SearchStrategy
 from metricopt_ext.search.trust_region import GuidedTrustRegion
+from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Outcome
 from metricopt_ext.tasks.log import Entry, Log
 from metricopt_ext.tasks.metric import Metric
@@ -284,6 +286,37 @@ def searching(search: SearchStrategy) -> Baseline:
             yield replace(best, end=started.standing(best.end))
 
     return Baseline(run, search.least_queries, anytime=True, constrained=True)
+
+
+def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
+    """Search on a task's own metric from a start, whose cost is the first query; returns where the search ends.
+
+    The model is left unchanged, and nothing is guarded. The metric's log, if it has one, is of this search alone.
+
+    Args:
+        task: Model, loss, batches and metric.
+        search: The search.
+        start: phi_0, ``d``, of the model as it stands.
+        queries: Budget; exactly this many evaluations are made, and booked under "search".
+        seed: Seed of all draws.
+
+    Raises:
+        BudgetError: The budget is below `least_queries`, or the metric's ledger has fewer queries left.
+        AdapterError: As from `SearchStrategy.begin`.
+        MetricError: The metric failed; the message says at which query.
+    """
+    search.size(queries, task.dim)  # refuses too few
+    task.metric.ledger.require(queries)
+    search.check(task)
+    there = replace(task.adapter.as_start(), phi=start)
+    begun = search.begin(task, there, lambda: queries, seed=seed)
+    kept = task.metric.log or Log(None, task.metric)
+    asking = Asking(labelled(begun.batches(), "search", "start"), kept, task.metric.repeats)
+    with task.adapter.applied(there):
+        for trial in Evaluating(task, asking, Callback()).trials():
+            if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
+                begun.limits = Limits.of(task.metric.constraints, evaluation)
+        return distributed.on_first(begun.end)
 
 
 def at_each_budget(

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError, RankError
 from metricopt_ext.methods.assessment import QUERIES, Assessment, Evaluated, assessed, kind_of
@@ -23,7 +21,7 @@ from metricopt_ext.runtime.identity import ROUNDING
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.asking import Asking, Batch, Run, Trial, labelled
 from metricopt_ext.search.stages import SETTINGS, Point, SettingsStage, along_line, planned_lines
-from metricopt_ext.search.strategy import Answers, Begun, SearchResult, SearchStrategy
+from metricopt_ext.search.strategy import Answers, Begun
 from metricopt_ext.search.visited import ranked
 from metricopt_ext.tasks.constraints import Limits
 from metricopt_ext.tasks.evaluation import Evaluation
@@ -416,37 +414,6 @@ def search_results(plan: Plan, later: Sequence[int] = (), kept: Log | None = Non
             yield distributed.on_first(run.outcome)
         if moved := run.asking.moved():
             plan.callback.say(moved)
-
-
-def searched(task: FinetuneTask, search: SearchStrategy, start: Tensor, queries: int, *, seed: int = 0) -> SearchResult:
-    """Search on a task's own metric from a start, whose cost is the first query; returns where the search ends.
-
-    The model is left unchanged, and nothing is guarded. The metric's log, if it has one, is of this search alone.
-
-    Args:
-        task: Model, loss, batches and metric.
-        search: The search.
-        start: phi_0, ``d``, of the model as it stands.
-        queries: Budget; exactly this many evaluations are made, and booked under "search".
-        seed: Seed of all draws.
-
-    Raises:
-        BudgetError: The budget is below `least_queries`, or the metric's ledger has fewer queries left.
-        AdapterError: As from `SearchStrategy.begin`.
-        MetricError: The metric failed; the message says at which query.
-    """
-    search.size(queries, task.dim)  # refuses too few
-    task.metric.ledger.require(queries)
-    search.check(task)
-    there = replace(task.adapter.as_start(), phi=start)
-    begun = search.begin(task, there, lambda: queries, seed=seed)
-    kept = task.metric.log or Log(None, task.metric)
-    asking = Asking(labelled(begun.batches(), "search", "start"), kept, task.metric.repeats)
-    with task.adapter.applied(there):
-        for trial in Evaluating(task, asking, Callback()).trials():
-            if trial.id == 0 and (evaluation := asking.answer(0)) is not None:
-                begun.limits = Limits.of(task.metric.constraints, evaluation)
-        return distributed.on_first(begun.end)
 
 
 def alike(metric: Metric, found: Sequence[Evaluation]) -> Evaluation:

@@ -12,12 +12,11 @@ import torch
 from helpers.inference import put_into
 from metricopt_ext.adapters.start import Start, StartLine
 from metricopt_ext.comparison.comparison import Plan, finished, run_seed
-from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searching, usual_baselines
+from metricopt_ext.experiment.baselines import at_each_budget, metricopt, searched, searching, usual_baselines
 from metricopt_ext.experiment.experiment import Experiment, Subject
 from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.run import searched
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, RandomSearch
 from metricopt_ext.tasks.metric import Metric

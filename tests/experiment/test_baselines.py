@@ -15,6 +15,7 @@ from metricopt_ext.experiment.baselines import (
     along_path,
     at_each_budget,
     metricopt,
+    searched,
     searching,
     told_one_number,
     usual_baselines,
@@ -24,7 +25,6 @@ from metricopt_ext.experiment.method import Baseline, Reached, Started
 from metricopt_ext.experiment.passes import Passes, noticing
 from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.methods.optimize import optimize_metric
-from metricopt_ext.methods.run import searched
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import GuidedES, RandomSearch
 from metricopt_ext.tasks.metric import Metric

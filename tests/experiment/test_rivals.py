@@ -11,8 +11,8 @@ import torch
 
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import ConfigError
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.experiment.rivals import BoTorch, BoTorchComposite, Nevergrad, Optuna
-from metricopt_ext.methods.run import searched
 from metricopt_ext.search.strategy import SearchStrategy
 from metricopt_ext.tasks.metric import Metric
 from testers.strategy import StrategyTester

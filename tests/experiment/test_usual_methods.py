@@ -12,7 +12,7 @@ from helpers.inference import put_into
 from helpers.refusals import assert_refused
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.experiment.baselines import at_each_budget, searching
+from metricopt_ext.experiment.baselines import at_each_budget, searched, searching
 from metricopt_ext.experiment.brought_sections import bring_sections
 from metricopt_ext.experiment.compare import judge
 from metricopt_ext.experiment.method import Reached
@@ -21,7 +21,6 @@ from metricopt_ext.experiment.run_config import RunConfig
 from metricopt_ext.experiment.usual_methods import planned, usual_methods, variant
 from metricopt_ext.methods.optimize import optimize_metric
 from metricopt_ext.methods.paper.recipe import FRESH
-from metricopt_ext.methods.run import searched
 from metricopt_ext.runtime.progress import Callback
 from metricopt_ext.search.direct import CMAES, GuidedES
 from metricopt_ext.search.learned import load_update_rule

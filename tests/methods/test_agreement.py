@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from metricopt_ext import FinetuneTask, Metric
 from metricopt_ext.adapters.attach import attach_input_bias
-from metricopt_ext.methods.run import searched
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.runtime import distributed
 from metricopt_ext.search.direct import RandomSearch
 

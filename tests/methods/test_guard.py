@@ -21,6 +21,7 @@ from helpers.tensors import rand
 from metricopt_ext import Callback, FinetuneTask, Metric, Result, Search, Start, optimize_metric
 from metricopt_ext.adapters.attach import attach_input_bias
 from metricopt_ext.errors import BudgetError, MetricError
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.methods.ending import guarded
 from metricopt_ext.methods.guard import (
     CLIMBED,
@@ -45,7 +46,6 @@ from metricopt_ext.methods.guard import (
     preferred,
 )
 from metricopt_ext.methods.paper.recipe import Recipe
-from metricopt_ext.methods.run import searched
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion

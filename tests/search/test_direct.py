@@ -15,7 +15,7 @@ from torch import Tensor
 import metricopt_ext as mo
 from helpers.refusals import assert_refused
 from metricopt_ext.errors import AdapterError
-from metricopt_ext.methods.run import searched
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.search.direct import CMAES, GuidedES, RandomSearch
 from metricopt_ext.search.guided_es import es_direction
 from metricopt_ext.search.strategy import SearchStrategy as Search

@@ -15,7 +15,7 @@ from helpers.refusals import assert_refused, having
 from helpers.tensors import rand
 from metricopt_ext.adapters.attach import attach_film
 from metricopt_ext.errors import ValueFunctionError
-from metricopt_ext.methods.run import searched
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.search.optimizer import LossStep, MetricOpt, MetricOptStep, UntrustedWarning
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.trajectories import rollout

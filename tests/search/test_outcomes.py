@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import rand
-from metricopt_ext.methods.run import searched
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.search.strategy import SearchResult
 from metricopt_ext.search.trust_region import GuidedTrustRegion
 from metricopt_ext.tasks.metric import Metric

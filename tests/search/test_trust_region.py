@@ -16,7 +16,7 @@ from helpers.refusals import assert_refused
 from helpers.tensors import rand
 from metricopt_ext.adapters.start import Start
 from metricopt_ext.errors import BudgetError
-from metricopt_ext.methods.run import searched
+from metricopt_ext.experiment.baselines import searched
 from metricopt_ext.search import trust_region
 from metricopt_ext.search.descent import FIRST_STEP, STEPS, descend
 from metricopt_ext.search.probe import probe
