@@ -194,7 +194,10 @@ class Plan:
             )
         check_integer(0, queries=queries, seed=seed)
         deviates(guard_confidence)  # refuses what is out of range
-        self.task, self.queries, self.confidence, self.seed = task, queries, guard_confidence, seed
+        self.task: FinetuneTask = task
+        self.queries: int = queries
+        self.confidence: float = guard_confidence
+        self.seed: int = seed
         self.endless: bool = endless
         self.starts: dict[str, Start | StartLine] = all_starts(task, starts)
         if isinstance(strategy, LearningStrategy):
