@@ -44,6 +44,10 @@ METRICS = {
     "data beyond noise": (
         lambda model: 0.5 + 0.3 * own + 1e-3 * float(torch.rand(1, generator=draw)), {"repeats": 5}, "all the data"
     ),
+    "quantities in another order": (
+        lambda model: {"m": 0.5, **dict(sorted({"a": 0.1, "b": 0.9}.items(), reverse=bool(own)))}, {"name": "m"}, 3
+    ),
+    "another quantity of a shard": (lambda model: {"m": 0.5, "a": 0.1 * own}, {"name": "m"}, "all the data"),
     "the same": (on_all, {}, 3),
 }
 for name, (function, options, right) in METRICS.items():

@@ -113,12 +113,18 @@ def test_a_search_that_was_closed_writes_no_more(quadratic: Make, tmp_path: Path
 def test_gradients_from_elsewhere_shape_the_design() -> None:
     along = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
 
-    def design(**more: Any) -> torch.Tensor:
+    def design(alike: bool, **more: Any) -> torch.Tensor:
         search = Search(attach_input_bias(nn.Linear(2, 3), dim=4), 40, maximize=True, **more)
         search.tell(search.ask()[0].id, 1.0)
-        return torch.stack([trial.phi for trial in search.ask(99)])
+        batches = [search.ask(99)]
+        while batches[-1]:
+            for trial in batches[-1]:
+                search.tell(trial.id, float(trial.phi.sum()))
+            batches.append(search.ask(99))
+        assert any("without a loss" in line for line in search.result().lines()) == alike
+        return torch.stack([trial.phi for trial in batches[0]])
 
-    plain, shaped = design(), design(gradients=along)
+    plain, shaped = design(True), design(False, gradients=along)
     assert float(shaped[:, 0].square().sum() / shaped.square().sum()) > 0.99
     assert float(plain[:, 0].square().sum() / plain.square().sum()) < 0.9
 
