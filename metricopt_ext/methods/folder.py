@@ -134,7 +134,6 @@ class RunFolder:
         """
         distributed.on_first(lambda: self._write(task, result))
         self._charge()
-        self._charge = lambda: None
 
     def _write(self, task: FinetuneTask, result: Result) -> None:
         if self.path is None:
